@@ -31,7 +31,7 @@ from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
 from tribe.serve.errors import Overloaded
 from tribe.serve.server import shorten_collections
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 
 STREAMS = 16

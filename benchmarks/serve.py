@@ -29,8 +29,7 @@ import uvicorn
 from studies.play import RESULTS
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
-from tribe.serve.execution import InferResult
-from tribe.serve.protocol import ModelInfo
+from tribe.serve.protocol import InferResult, ModelInfo
 from tribe.serve.server import Listener
 from tribe.serve.service import Service
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tribe.serve.store import RedisStore, SqliteStore, Write
+from tribe.serve.store import Write
+from tribe.serve.store.redis import RedisStore
+from tribe.serve.store.sqlite import SqliteStore
 
 KINDS = ("sqlite", "redis")
 numbers = itertools.count()

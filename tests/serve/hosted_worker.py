@@ -15,7 +15,7 @@ import torch
 import tribe
 from tribe.data.datasets.files import mnist_test
 from tribe.serve.config import Policy
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network
 

@@ -9,7 +9,7 @@ import torch
 from replays import new_fleet
 
 from tribe.serve import Client, Server
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
 from watching import calibration_of, pictures

@@ -9,7 +9,7 @@ from small_server import serving
 import tribe
 from places import ROOT
 from tribe.serve.client import Client
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
 from watching import calibration_of

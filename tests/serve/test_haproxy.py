@@ -21,7 +21,7 @@ from processes import Process
 from tribe.serve.client import Client, ClientError
 from tribe.serve.config import Policy
 from tribe.serve.plain import encode_npy
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 
 HAPROXY = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
@@ -35,7 +35,7 @@ from tribe.serve.config import Policy
 from tribe.serve.protocol import ModelInfo
 from tribe.serve.server import Listener
 from tribe.serve.service import Service
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import CLASSES, small_network
 

@@ -287,7 +287,7 @@ def test_a_server_full_of_bodies_refuses_more():
     with listening(limits=Limits(bodies=100)) as found:
         refused(web.post(f"{found.url}/v1/predict", content=encode_npy(IMAGES)), 503, "other requests")
         assert web.post(f"{found.url}/v1/predict", content=b"x" * 50).status_code == 415
-        assert found.app.handlers.budget.used == 0
+        assert found.app.handlers.bodies.used == 0
 
 
 def test_a_port_in_use_is_an_error_that_names_it(server):

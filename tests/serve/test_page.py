@@ -16,7 +16,7 @@ from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromiu
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
 from tribe.serve.security import Token
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network
 from watching import calibration_of, pictures

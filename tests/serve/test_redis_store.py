@@ -7,7 +7,8 @@ import pytest
 
 import tribe.serve.store.redis as module
 from stores import RedisServer, a_write, need_redis, open_kind, shared_server, write
-from tribe.serve.store import Fenced, RedisStore, StoreDamaged, StoreDown, open_store
+from tribe.serve.store import Fenced, StoreDamaged, StoreDown, open_store
+from tribe.serve.store.redis import RedisStore
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from replays import batch, new_fleet, replay
 from tribe.serve import Client, ClientError, replicas
 from tribe.serve.config import Policy
 from tribe.serve.plain import encode_npy
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.testing import small_network
 
 NAMES = [f"cam{i}" for i in range(8)]

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
-from tribe.serve.scheduler import Job, JobState, Scheduler
+from tribe.serve.scheduler import BatchTimes, Job, JobState, Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -454,8 +453,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {each for queue in sched.queues.values() for each in queue.jobs} == set(queued)
         assert all(queue.jobs or queue.busy or queue.holders for queue in sched.queues.values())
         stepping = sched.stepping.jobs if sched.stepping else []
-        known = [each for each in (*queued, *stepping) if each.stream and each.request_id]
-        assert sched._ids <= {(each.stream, each.request_id) for each in known}
+        known = {(each.stream, each.request_id) for each in (*queued, *stepping)}
+        assert all(sched.will_learn(*each) for each in known if all(each))
 
     @invariant()
     def what_waits_has_a_reason(self):
@@ -477,7 +476,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.sched.release(self.held.pop(0))
             self.now += 0.02
         assert self.sched.waiting == 0
-        assert (self.sched.queues, self.sched.backlog, self.sched._ids) == ({}, {}, set())
+        assert (self.sched.queues, self.sched.backlog) == ({}, {})
 
 
 def test_any_history():

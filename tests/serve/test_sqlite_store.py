@@ -9,13 +9,14 @@ import pytest
 
 from processes import ended
 from stores import Clock, a_write, write
-from tribe.serve.store import SqliteStore, StoreDamaged, StoreDown, Write, open_store
-from tribe.serve.store.sqlite import Ledger
+from tribe.serve.store import StoreDamaged, StoreDown, Write, open_store
+from tribe.serve.store.sqlite import Ledger, SqliteStore
 
 FILL = """
 import ctypes, json, os, sys
 from pathlib import Path
-from tribe.serve.store import SqliteStore, StoreDown, Write
+from tribe.serve.store import StoreDown, Write
+from tribe.serve.store.sqlite import SqliteStore
 
 folder, small = Path(sys.argv[1]), sys.argv[2] == "small disk"
 if small:  # a file system of its own, which ends with this process
@@ -62,7 +63,8 @@ assert (again.read("cam").blob, again.read("cam", previous=True)) == (b"next", b
 
 FORK = """
 import os, sys
-from tribe.serve.store import SqliteStore, StoreDown
+from tribe.serve.store import StoreDown
+from tribe.serve.store.sqlite import SqliteStore
 
 store = SqliteStore(sys.argv[1])
 store.claim("cam", "a", 10)

@@ -24,9 +24,8 @@ from hypothesis.stateful import (
 )
 
 from stores import KINDS, Clock, a_write, fast_folder, open_kind
-from tribe.serve.store import Claim, ClockFell, Fenced, SqliteStore, Stored, Write
-from tribe.serve.store.protocol import stream_hash
-from tribe.serve.store.sqlite import BLOB
+from tribe.serve.store import Claim, ClockFell, Fenced, Stored, Write, stream_hash
+from tribe.serve.store.sqlite import BLOB, SqliteStore
 
 STREAMS, OWNERS = st.sampled_from(("gate", "yard:2")), st.sampled_from(("a", "b", "c"))
 LEASES = st.sampled_from((1.0, 5.0, 10.0))

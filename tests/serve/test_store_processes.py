@@ -20,7 +20,9 @@ from tribe.serve.store import StoreDown, Write
 WRITER = """
 import json, sys
 from pathlib import Path
-from tribe.serve.store import Fenced, RedisStore, SqliteStore, Write
+from tribe.serve.store import Fenced, Write
+from tribe.serve.store.redis import RedisStore
+from tribe.serve.store.sqlite import SqliteStore
 
 place, options, folder, owner = json.loads(sys.argv[1])
 now = lambda: float((Path(folder) / "clock").read_text())
@@ -42,7 +44,7 @@ for turn, _ in enumerate(sys.stdin):
 """
 OPEN = """
 import sys
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 store = SqliteStore(sys.argv[1])
 print(store.claim("cam", sys.argv[2], 100) is not None, store.claim(sys.argv[2], sys.argv[2], 100).generation)
 """

@@ -6,7 +6,8 @@ import threading
 import pytest
 
 from stores import KINDS, Clock, a_write, open_kind, write
-from tribe.serve.store import Claim, ClockFell, Fenced, SqliteStore, StoreDamaged, StoreDown, Write
+from tribe.serve.store import Claim, ClockFell, Fenced, StoreDamaged, StoreDown, Write
+from tribe.serve.store.sqlite import SqliteStore
 
 
 @pytest.fixture

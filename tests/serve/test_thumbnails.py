@@ -13,11 +13,11 @@ from small_server import listening
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
 from tribe.serve.security import Token
-from tribe.serve.thumbnails import SIDE, Thumbnails, encode
+from tribe.serve.service import SIDE, Thumbnails
 
 
 def picture(kept, stream):
-    with Image.open(io.BytesIO(encode(kept.get(stream)))) as opened:
+    with Image.open(io.BytesIO(kept.get(stream).encode())) as opened:
         return np.asarray(opened)
 
 
@@ -29,9 +29,9 @@ def test_a_frame_keeps_its_pixels_and_a_large_one_is_made_small():
     kept.update("cam", torch.full((1, 1, 1080, 1920), torch.nan))
     assert picture(kept, "cam").shape == (54, 96)
     assert max(picture(kept, "cam").shape) <= SIDE
-    assert kept.number("cam") == 2
+    assert kept.get("cam").number == 2
     kept.update("cam", torch.rand(1, 5, 8, 8))
-    assert kept.number("cam") == 2, "five channels cannot be shown"
+    assert kept.get("cam").number == 2, "five channels cannot be shown"
 
 
 def test_the_bytes_are_bounded_and_the_oldest_frames_go_first():

@@ -11,8 +11,9 @@ from replays import batch, new_fleet, replay
 import tribe
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
-from tribe.serve.errors import NotOwner, Overloaded
-from tribe.serve.store import SqliteStore, StoreDown
+from tribe.serve.errors import NotOwner, Overloaded, WrongState
+from tribe.serve.store import StoreDown
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.streams import UnknownStream, stream_seed
 from tribe.testing import small_network
@@ -489,17 +490,17 @@ def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
 
     async def scenario(worker):
         await worker.infer("cam", batch(0))
-        data = await worker.get_state("cam")
-        made = await worker.put_state("copy", data)
+        data = await worker.control.get_state("cam")
+        made = await worker.control("put_state", "copy", data=data)
         before = fleet.digest("cam")
         with pytest.raises(StateFileError, match="cam"):
-            await worker.put_state("cam", b"no state")
+            await worker.control("put_state", "cam", data=b"no state")
         assert fleet.digest("cam") == before
         await worker.control("end", "cam")
-        fleet.from_bytes("as stored", await worker.get_state("cam"))
+        fleet.from_bytes("as stored", await worker.control.get_state("cam"))
         assert fleet.digest("as stored") == before
         with pytest.raises(UnknownStream):
-            await worker.get_state("other")
+            await worker.control.get_state("other")
         return made, fleet.digest("copy")
 
     made, digest = play(scenario, fleet, store)
@@ -511,7 +512,7 @@ def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
         await worker.infer("cam", batch(0))
 
     async def scenario(worker):
-        with pytest.raises(RuntimeError, match="tent"):
+        with pytest.raises(WrongState, match="tent"):
             await worker.infer("cam", batch(0))
         assert not store.entry("cam").held  # others may have it
         await worker.control("drop", "cam")
@@ -598,7 +599,7 @@ def test_metrics_are_what_prometheus_reads(store):
 
 def test_events_are_kept_and_given_to_listeners_until_the_worker_stops():
     async def listen(worker):
-        return [event["kind"] async for event in worker.events()]
+        return [event.kind async for event in worker.log.listen()]
 
     async def scenario(worker):
         await worker.infer("a", batch(0))

@@ -13,7 +13,8 @@ from tribe.serve.config import Policy
 from tribe.serve.errors import Conflict, NotStored, Overloaded, Unavailable
 from tribe.serve.protocol import InferRequest
 from tribe.serve.service import Service
-from tribe.serve.store import SqliteStore, StoreDown
+from tribe.serve.store import StoreDown
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
 
@@ -428,9 +429,9 @@ def test_a_state_that_is_put_begins_without_request_ids(store):
 
     async def scenario(worker):
         await worker.infer("cam", batch(1), request_id="r1")
-        data = await worker.get_state("cam")
+        data = await worker.control.get_state("cam")
         await worker.infer("cam", batch(2), request_id="r2")
-        await worker.put_state("cam", data)
+        await worker.control("put_state", "cam", data=data)
         assert (store.read("cam").clock, store.read("cam").requests) == (1, ())
         return await worker.infer("cam", batch(2), request_id="r2")
 
@@ -470,12 +471,12 @@ def test_a_wrong_state_for_a_new_name_leaves_nothing_behind(store):
     async def scenario(worker):
         for wrong, words in ((b"no state", "stream 'new'"), (other.to_bytes("cam"), "tent")):
             with pytest.raises(StateFileError, match=words):
-                await worker.put_state("new", wrong)
+                await worker.control("put_state", "new", data=wrong)
         assert (worker.streams(), kinds(worker), fleet.names) == ([], [], [])
         assert store.list() == []
         first = await worker.infer("new", batch(0))
         with pytest.raises(StateFileError):
-            await worker.put_state("new", b"no state")
+            await worker.control("put_state", "new", data=b"no state")
         return first, await worker.infer("new", batch(1))
 
     first, second = play(scenario, store, fleet)

@@ -13,7 +13,7 @@ from replays import replay
 
 from processes import Prints, Process, ended, killed
 from stores import fast_folder
-from tribe.serve.store import SqliteStore
+from tribe.serve.store.sqlite import SqliteStore
 
 HOST = str(Path(__file__).parent / "hosted_worker.py")
 

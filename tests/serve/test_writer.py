@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 
 from stores import write
-from tribe.serve import writer as writing
+from tribe.serve import sessions as writing
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
-from tribe.serve.runtime import Runtime
-from tribe.serve.session import StreamSession
-from tribe.serve.store import SqliteStore, StoreDown
-from tribe.serve.writer import Writer
+from tribe.serve.runtime import Runtime, StreamSession
+from tribe.serve.sessions import Writer
+from tribe.serve.store import StoreDown
+from tribe.serve.store.sqlite import SqliteStore
 
 
 class Counting(SqliteStore):

@@ -1,34 +1,30 @@
-"""The web application: a Starlette application of one worker, and the handler of each path."""
+"""The web application: a Starlette application of one worker, with its middleware and the handler of each path."""
 
 import asyncio
+import zlib
+from collections import Counter as Tally
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tribe.serve import plain, protocol
-from tribe.serve.errors import UNEXPECTED, BadRequest, NotFound, ServeError, WrongMethod
-from tribe.serve.http import (
-    JSON,
-    BodyBudget,
-    CheckSite,
-    CountResponses,
-    RequireToken,
-    as_json,
-    error_response,
-    read_body,
-)
+from tribe.serve import errors, plain, protocol
+from tribe.serve.errors import BadRequest, NotFound, ServeError
 from tribe.serve.protocol import VERSION, InferRequest
+from tribe.serve.security import Access
 from tribe.serve.service import Service
-from tribe.serve.thumbnails import encode
 from tribe.streams.names import check_stream_name
 
 T = TypeVar("T")
@@ -38,8 +34,13 @@ LARGE, LARGE_JSON = 2**20, 2**16  # bytes that are decoded in a thread, so that 
 MANY = 10_000  # numbers that are encoded in a thread
 MAX_ARGUMENTS = 2**16  # bytes of the JSON of a control request
 HEARTBEAT = 15.0  # seconds: a comment keeps proxies from closing a stream of events
-BINARY, METRICS = "application/octet-stream", "text/plain; version=0.0.4; charset=utf-8"
-ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot")  # on a stream, without arguments
+BINARY, JSON = "application/octet-stream", "application/json"
+METRICS = "text/plain; version=0.0.4; charset=utf-8"
+SINGLE = (  # headers of which a request may have one only: a proxy may read the other one
+    *("x-tribe-stream", "inference-header-content-length", "content-encoding", "authorization", "host", "origin"),
+)
+WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
+ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot", "rollback")  # on a stream
 PAGE = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
 PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 PAGE_HEADERS = {
@@ -84,27 +85,26 @@ class App(Starlette):
         counter = Counter("tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=registry)
         self.handlers = Handlers(service, registry)
         super().__init__(
-            routes=_routes(self.handlers, [Middleware(RequireToken, service.access)]),
+            routes=_routes(self.handlers),
             middleware=[Middleware(CountResponses, counter), Middleware(CheckSite, service.access)],
-            exception_handlers={
-                ServeError: _refuse,
-                ClientDisconnect: _disconnected,
-                HTTPException: _not_routed,
-                Exception: _failed,
-            },
+            exception_handlers=dict.fromkeys((ServeError, ClientDisconnect, HTTPException, Exception), _answer_error),
             lifespan=lambda _: service.running(),
         )
         self.router.redirect_slashes = False
 
 
-def _routes(handlers: "Handlers", private: list[Middleware]) -> list[Route]:
-    """Return the routes; those that take most requests first. ``private``: the middleware of those with a token."""
+def _routes(handlers: "Handlers") -> list[Route]:
+    """Return the routes; those that take most requests first."""
 
     def public(path: str, handler: Handler) -> Route:
         return Route(path, handler, methods=["GET"])
 
     def route(method: str, path: str, handler: Handler) -> Route:
-        return Route(path, handler, methods=[method], middleware=private)
+        async def with_user(request: Request) -> Response:
+            request.scope["user"] = handlers.service.access.identify(request.headers.get("authorization"))
+            return await handler(request)
+
+        return Route(path, with_user, methods=[method])
 
     stream = "/v1/streams/{stream}"
     models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
@@ -121,10 +121,9 @@ def _routes(handlers: "Handlers", private: list[Middleware]) -> list[Route]:
         route("GET", "/v1/streams", handlers.streams),
         route("GET", "/v1/events", handlers.events),
         route("GET", stream, handlers.stream),
-        route("PUT", stream, handlers.create),
-        route("DELETE", stream, handlers.drop),
-        route("POST", f"{stream}/rollback", handlers.rollback),
-        *(route("POST", f"{stream}/{action}", handlers.control) for action in ACTIONS),
+        route("PUT", stream, partial(handlers.control, action="create")),
+        route("DELETE", stream, partial(handlers.control, action="drop")),
+        *(route("POST", f"{stream}/{action}", partial(handlers.control, action=action)) for action in ACTIONS),
         route("GET", f"{stream}/thumbnail", handlers.thumbnail),
         route("GET", f"{stream}/state", handlers.get_state),
         route("PUT", f"{stream}/state", handlers.put_state),
@@ -133,56 +132,160 @@ def _routes(handlers: "Handlers", private: list[Middleware]) -> list[Route]:
     ]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+# -- answers and middleware --------------------------------------------------------------------------------------------
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServeError)
+def as_json(value: Any, status: int = 200) -> Response:
+    """Return an answer in JSON: a number that is not finite becomes null, a value of another type a text."""
+    return Response(msgspec.json.encode(value, enc_hook=str), status, media_type=JSON)
+
+
+def error_response(scope: Scope, error: ServeError) -> Response:
+    """Return the answer for an error; uvicorn reads and drops what is left of the body."""
+    response = as_json({"error": str(error)}, error.status)
+    response.headers.update(error.headers)
+    if any(name == b"expect" for name, _ in scope["headers"]):  # the client may not send the body that it announced
+        response.headers["connection"] = "close"
+    return response
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Return the answer to an error of a handler, or of routing; uvicorn logs an unexpected one."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # it is counted; nothing is sent
+    path = request.url.path[:80]
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
+        allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
+        error = errors.WrongMethod(f"{path!r} has no {request.method}; expected {allowed}", allowed)
+    elif isinstance(error, HTTPException):
+        words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
+        error = errors.NotFound(words)
+    elif not isinstance(error, ServeError):
+        error = ServeError(errors.UNEXPECTED)
     return error_response(request.scope, error)
 
 
-async def _disconnected(request: Request, error: Exception) -> Response:
-    """Return the status that is counted for a client that has gone; nothing is sent."""
-    return Response(status_code=499)
+class CountResponses:
+    """Count the answers by their status, the label of the counter."""
+
+    def __init__(self, app: ASGIApp, counter: Counter) -> None:
+        self.app, self.counter = app, counter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.counter.labels(message["status"]).inc()
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        except Exception:  # Starlette answers with 500
+            self.counter.labels(500).inc()
+            raise
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    """Return the answer to an unexpected error, which uvicorn logs."""
-    return error_response(request.scope, ServeError(UNEXPECTED))
+class CheckSite:
+    """Refuse repeated headers, pages of other sites, and names of other hosts."""
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self.app, self.access = app, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        app = self.app
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            try:
+                if len(names := headers.keys()) > len(set(names)):
+                    counts = Tally(names)
+                    for name in SINGLE:
+                        if counts[name] > 1:
+                            raise BadRequest(f"the header {name} occurs {counts[name]} times; expected once")
+                self.access.check_site(headers.get("host", ""), headers.get("origin"))
+            except ServeError as error:
+                app = error_response(scope, error)
+        await app(scope, receive, send)
 
 
-async def _not_routed(request: Request, error: Exception) -> Response:
-    """Return the answer to a path without a handler."""
-    assert isinstance(error, HTTPException)
-    path = request.url.path[:80]
-    if error.status_code == 405:
-        routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
-        allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
-        words = f"{path!r} has no {request.method}; expected {allowed}"
-        return error_response(request.scope, WrongMethod(words, allowed))
-    words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
-    return error_response(request.scope, NotFound(words))
+class Bodies:
+    """Reads bodies, and bounds the bytes of all that the server holds at the same time."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+
+    @asynccontextmanager
+    async def read(self, request: Request, limit: int, seconds: float) -> AsyncIterator[bytearray]:
+        """Read a body, with or without a Content-Length, and decompress it. Its bytes count until the block ends.
+
+        Args:
+            request: the request.
+            limit: the most bytes, also after decompression.
+            seconds: until all must have arrived.
+        """
+        if (length := int(request.headers.get("content-length", 0))) > limit:  # the parser of HTTP has checked it
+            words = f"the body has {length:,} bytes; expected {limit:,} at most. Send fewer images at once"
+            raise errors.TooLarge(words)
+        taken = 0
+        try:
+            body = bytearray()
+            try:
+                async with asyncio.timeout(seconds):
+                    async for chunk in request.stream():
+                        taken += self._take(len(chunk))
+                        body += chunk
+                        if len(body) > limit:
+                            raise errors.TooLarge(f"the body has more than {limit:,} bytes. Send fewer images at once")
+            except TimeoutError:
+                words = f"the body did not arrive within {seconds:g} s; the connection is closed. Send it again"
+                raise errors.TooSlow(words) from None
+            encoding = request.headers.get("content-encoding", "identity").lower()
+            if encoding != "identity":
+                body = await asyncio.to_thread(decompress, body, encoding, limit)
+                taken += self._take(len(body))
+            given = [body]
+            del body  # the block alone holds it, and may free it before its end
+            yield given.pop()
+        finally:
+            self.used -= taken
+
+    def _take(self, count: int) -> int:
+        if self.used + count > self.limit:
+            raise errors.Unavailable(f"the server holds {self.used:,} bytes of other requests; try again")
+        self.used += count
+        return count
+
+
+def decompress(body: bytearray, encoding: str, limit: int) -> bytearray:
+    """Return the bytes of a compressed body, at most ``limit``."""
+    if encoding not in WINDOW_BITS:
+        raise errors.WrongType(f"the body has the encoding {encoding[:40]!r}; expected gzip, deflate or none")
+    decompressor = zlib.decompressobj(WINDOW_BITS[encoding])
+    try:
+        content = decompressor.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not {encoding}: {error}") from None
+    if len(content) > limit:
+        raise errors.TooLarge(f"the body has more than {limit:,} bytes when it is unpacked. Send fewer images at once")
+    if not decompressor.eof:
+        raise BadRequest(f"the body ends before its {encoding} data does: it was cut short")
+    return bytearray(content)
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
 
 
 class Handlers:
-    """The handler of each path.
-
-    Args:
-        service: the worker, and who may use it.
-        registry: metrics of HTTP.
-    """
+    """The handler of each path."""
 
     def __init__(self, service: Service, registry: CollectorRegistry) -> None:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
-        self.budget = BodyBudget(service.limits.bodies)
+        self.bodies = Bodies(service.limits.bodies)
         self.closing = asyncio.Event()  # set when the server begins to stop
         self._registry = registry
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, name in PAGE.items()}
-
-    # -- predictions --------------------------------------------------------------------------------------------------
 
     async def infer(self, request: Request) -> Response:
         """Answer POST /v2/models/{model}/infer."""
@@ -193,8 +296,7 @@ class Handlers:
         def decode(body: bytearray) -> InferRequest:
             return protocol.decode_infer(body, head_size, self.model, stream)
 
-        with self.budget.account() as take:
-            body = await read_body(request, self.limits.body, self.limits.body_seconds, take)
+        async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             in_thread = len(body) > (LARGE_JSON if head_size is None else LARGE)
             asked = await asyncio.to_thread(decode, body) if in_thread else decode(body)
             del body
@@ -217,16 +319,13 @@ class Handlers:
             kind, given, pixels = headers.get("content-type", ""), headers.get("x-request-id"), self.limits.pixels
             return plain.decode_predict(body, kind, query, self.model, stream=stream, id=given, max_pixels=pixels)
 
-        with self.budget.account() as take:
-            body = await read_body(request, self.limits.body, self.limits.body_seconds, take)
+        async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             asked = await asyncio.to_thread(decode, body)
             del body
             result = await self.service.infer(asked, request.user, arrived)
         if plain.NPY in headers.get("accept", ""):
             return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
         return Response(await asyncio.to_thread(plain.encode_predict, result, asked, self.model), media_type=JSON)
-
-    # -- the server and its model -------------------------------------------------------------------------------------
 
     async def live(self, request: Request) -> Response:
         """Answer GET /v2/health/live: the process answers."""
@@ -258,8 +357,6 @@ class Handlers:
     def _check_model(self, request: Request) -> None:
         self.model.check(request.path_params["model"], request.path_params.get("version", VERSION))
 
-    # -- streams ------------------------------------------------------------------------------------------------------
-
     async def streams(self, request: Request) -> Response:
         """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
         query = _query(request, StreamsQuery)
@@ -273,25 +370,17 @@ class Handlers:
         """Answer GET /v1/streams/{stream}."""
         return as_json(self.service.describe(_stream(request), request.user))
 
-    async def create(self, request: Request) -> Response:
-        """Answer PUT /v1/streams/{stream}: create it, unless it exists."""
-        return as_json(await self.service.control("create", _stream(request), request.user))
+    async def control(self, request: Request, action: str) -> Response:
+        """Answer PUT and DELETE /v1/streams/{stream}, and POST of an action on it.
 
-    async def drop(self, request: Request) -> Response:
-        """Answer DELETE /v1/streams/{stream}: delete it and its stored state."""
-        return as_json(await self.service.control("drop", _stream(request), request.user))
-
-    async def control(self, request: Request) -> Response:
-        """Answer POST /v1/streams/{stream}/end, reset, freeze, unfreeze or snapshot."""
-        action = request.url.path.rpartition("/")[2]
-        await self._arguments(request, NoArguments)
-        return as_json(await self.service.control(action, _stream(request), request.user))
-
-    async def rollback(self, request: Request) -> Response:
-        """Answer POST /v1/streams/{stream}/rollback with nothing, or {"to": 120}: the clock of a snapshot."""
-        to = (await self._arguments(request, RollbackArguments)).to
-        arguments = {} if to is None else {"to": to}
-        return as_json(await self.service.control("rollback", _stream(request), request.user, **arguments))
+        The body of a rollback is nothing, or {"to": 120}: the clock of a snapshot.
+        """
+        arguments = {}
+        if request.method == "POST":
+            decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
+            async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
+                arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
+        return as_json(await self.service.control(action, _stream(request), request.user, **arguments))
 
     async def get_state(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""
@@ -304,8 +393,7 @@ class Handlers:
         """Answer PUT /v1/streams/{stream}/state: replace the state by that of a file."""
         name = _stream(request)
         request.user.check("put_state", name)  # before a large body is read
-        with self.budget.account() as take:
-            body = await read_body(request, self.limits.state, self.limits.state_seconds, take)
+        async with self.bodies.read(request, self.limits.state, self.limits.state_seconds) as body:
             content = await asyncio.to_thread(bytes, body)
             del body
             return as_json(await self.service.put_state(name, content, request.user))
@@ -319,16 +407,8 @@ class Handlers:
         self.service.describe(name, request.user)
         if (frame := thumbnails.get(name)) is None:
             raise NotFound(f"no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
-        content = await asyncio.to_thread(encode, frame)
+        content = await asyncio.to_thread(frame.encode)
         return Response(content, headers={"cache-control": "no-store"}, media_type="image/png")
-
-    async def _arguments(self, request: Request, kind: type[T]) -> T:
-        """Return the JSON object in the body of a control request; an empty body is an empty object."""
-        with self.budget.account() as take:
-            body = await read_body(request, MAX_ARGUMENTS, self.limits.body_seconds, take)
-        return protocol.decode_json(body.strip() or b"{}", msgspec.json.Decoder(kind))
-
-    # -- watching -----------------------------------------------------------------------------------------------------
 
     async def events(self, request: Request) -> Response:
         """Answer GET /v1/events: events of the token's streams as they happen, until the server stops."""
@@ -337,7 +417,7 @@ class Handlers:
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         yield b": events\n\n"
-        source = self.worker.events()
+        source = self.worker.log.listen()
         closing = asyncio.ensure_future(self.closing.wait())
         following = asyncio.ensure_future(anext(source))
         try:
@@ -349,8 +429,8 @@ class Handlers:
                     yield b": still here\n\n"
                     continue
                 event = following.result()
-                if request.user.can_access(event.get("stream") or ""):
-                    yield b"data: " + msgspec.json.encode(event, enc_hook=str) + b"\n\n"
+                if request.user.can_access(event.stream or ""):
+                    yield b"data: " + msgspec.json.encode(event._asdict(), enc_hook=str) + b"\n\n"
                 following = asyncio.ensure_future(anext(source))
         except StopAsyncIteration:  # the worker has stopped
             return
@@ -360,7 +440,11 @@ class Handlers:
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics, for Prometheus; ``?streams=true``: with gauges of single streams, up to a limit."""
-        request.user.check_all_streams("GET /metrics")
+        token = request.user.token
+        if token.streams:
+            raise errors.Forbidden(
+                f"the token {token.name!r} is for some streams; GET /metrics needs one for all streams"
+            )
         text = self.worker.metrics_text(_query(request, MetricsQuery).streams)
         return Response(text.encode() + generate_latest(self._registry), media_type=METRICS)
 

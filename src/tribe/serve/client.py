@@ -97,13 +97,8 @@ class Client:
         if timeout is not None:
             parameters["timeout"] = max(1, round(timeout * 1e6))
         tensor = {"name": "images", "shape": array.shape, "datatype": DATATYPES[array.dtype.name]}
-        header: dict[str, Any] = {
-            "parameters": parameters,
-            "inputs": [tensor | {"parameters": {"binary_data_size": array.nbytes}}],
-        }
-        if id is not None:
-            header["id"] = id
-        text = json.dumps(header).encode()
+        inputs = [tensor | {"parameters": {"binary_data_size": array.nbytes}}]
+        text = json.dumps({"id": id or "", "parameters": parameters, "inputs": inputs}).encode()
         headers = {HEADER: str(len(text)), "Content-Type": "application/octet-stream"}
         if stream is not None:
             headers["X-Tribe-Stream"] = stream
@@ -115,8 +110,7 @@ class Client:
 
     def streams(self) -> list[dict[str, Any]]:
         """Return the descriptions of all streams."""
-        streams: list[dict[str, Any]] = self._json("GET", "/v1/streams")["streams"]
-        return streams
+        return list(self._json("GET", "/v1/streams")["streams"])
 
     def stream(self, name: str) -> dict[str, Any]:
         """Return the description of one stream."""
@@ -124,9 +118,8 @@ class Client:
 
     def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
         """End, reset, freeze, unfreeze, snapshot or roll back a stream."""
-        return self._json(
-            "POST", f"{_path(stream)}/{quote(action)}", json.dumps(arguments).encode() if arguments else b""
-        )
+        body = json.dumps(arguments).encode() if arguments else b""
+        return self._json("POST", f"{_path(stream)}/{quote(action)}", body)
 
     def drop(self, stream: str) -> dict[str, Any]:
         """Delete a stream and its stored state."""
@@ -153,8 +146,7 @@ class Client:
         self.close()
 
     def _json(self, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._call(method, path, body)[1])
-        return answer
+        return dict(json.loads(self._call(method, path, body)[1]))
 
     def _call(
         self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
@@ -172,7 +164,11 @@ class Client:
         content = response.read()
         if response.status != 200:
             wait = response.headers.get("Retry-After")
-            raise ClientError(_words(content), response.status, None if wait is None else float(wait))
+            try:
+                words = str(json.loads(content)["error"])
+            except (ValueError, KeyError, TypeError):
+                words = content[:200].decode("utf-8", "replace") or "the answer is empty"
+            raise ClientError(words, response.status, None if wait is None else float(wait))
         return response.headers, content
 
     def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> http.client.HTTPResponse:
@@ -195,11 +191,3 @@ class Client:
 
 def _path(stream: str) -> str:
     return f"/v1/streams/{quote(stream, safe='')}"
-
-
-def _words(content: bytes) -> str:
-    """Return the message of an error."""
-    try:
-        return str(json.loads(content)["error"])
-    except (ValueError, KeyError, TypeError):
-        return content[:200].decode("utf-8", "replace") or "the answer is empty"

@@ -3,16 +3,16 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
 from tribe.serve.errors import NotOwner, NotStored, Overloaded, UnknownStream
-from tribe.serve.execution import read_reports
-from tribe.serve.session import StreamSession
+from tribe.serve.runtime import StreamSession, read_reports
 from tribe.serve.sessions import Sessions, read_intact
 from tribe.serve.store import StoreDown
+from tribe.streams.names import check_stream_name
 
-Action = Literal["create", "end", "reset", "freeze", "unfreeze", "snapshot", "rollback", "drop"]
 Description = dict[str, Any]
 
 
@@ -37,6 +37,7 @@ class Controls:
     freeze        only predict from now on; `unfreeze`: learn again
     snapshot      copy the state in memory; the last few copies stay
     rollback      return to the last snapshot, or to the one of the given clock: ``to=120``
+    put_state     replace its state by that of a file, or make a stream of it; a wrong file changes nothing
     drop          delete the stream and its stored states
     ============  ===================================================================================================
     """
@@ -51,47 +52,33 @@ class Controls:
     async def __call__(self, action: str, stream: str, **arguments: Any) -> Description:
         """Do it, and return the description of the stream afterwards. If the store fails: `Overloaded`."""
         actions: dict[str, Callable[..., Coroutine[Any, Any, Description]]] = {
-            **{"create": self._create, "end": self._end, "reset": self._reset, "freeze": self._freeze},
-            **{"unfreeze": self._unfreeze, "snapshot": self._snapshot, "rollback": self._rollback, "drop": self._drop},
+            **{"create": self._create, "end": self._end, "reset": self._reset, "drop": self._drop},
+            **{"snapshot": self._snapshot, "rollback": self._rollback, "put_state": self._put_state},
+            **{"freeze": partial(self._set_frozen, frozen=True), "unfreeze": partial(self._set_frozen, frozen=False)},
         }
         if action not in actions:
             raise ValueError(f"no action {action!r}; expected one of {', '.join(actions)}")
-        return await self._finish(actions[action](stream, **arguments))
-
-    async def _finish(self, action: Coroutine[Any, Any, Description]) -> Description:
-        with self._overloaded_if_down():
-            return await self.runtime.finish(action)
-
-    @contextlib.contextmanager
-    def _overloaded_if_down(self) -> Any:
+        change = actions[action](check_stream_name(stream), **arguments)
         try:
-            yield
+            return await self.runtime.finish(change)
         except StoreDown as error:
             raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
 
-    # -- which stream -------------------------------------------------------------------------------------------------
-
-    async def _existing(self, stream: str) -> StreamSession:
-        """Return a stream that is here or in the store; none is made."""
-        session, store = self.sessions.ready(stream), self.runtime.store
-        if session is not None:
-            return session
-        if stream not in self.sessions.by_name:
-            entry = None if store is None else await self.runtime.run("claims", lambda: store.entry(stream))
-            if entry is None:
-                raise UnknownStream(f"no stream {stream!r}: its first request makes it")
-        return await self.sessions.open(stream)
-
     async def _owned(self, stream: str) -> StreamSession:
-        session = await self._existing(stream)
+        """Return a stream that is here or in the store, and that this worker owns; none is made."""
+        session, store = self.sessions.ready(stream), self.runtime.store
+        if session is None:
+            if stream not in self.sessions.by_name:
+                entry = None if store is None else await self.runtime.run("claims", lambda: store.entry(stream))
+                if entry is None:
+                    raise UnknownStream(f"no stream {stream!r}: its first request makes it")
+            session = await self.sessions.open(stream)
         if (reason := self.sessions.blocked(stream)) in ("owner", "lease"):
             why = "its lease was not renewed in time" if reason == "lease" else "another worker owns it"
             if session.role == "unreachable":
                 why = "the store cannot be asked who owns it"
             raise NotOwner(f"stream {stream!r} cannot be changed here: {why}. Try again, or ask its owner")
         return session
-
-    # -- actions ------------------------------------------------------------------------------------------------------
 
     async def _create(self, stream: str) -> Description:
         if self.sessions.ready(stream) is None:
@@ -116,12 +103,6 @@ class Controls:
         session = await self._owned(stream)
         words = "returned to the source model"
         return await self._replace(session, lambda: self.fleet.reset(stream), (), "reset", words)
-
-    async def _freeze(self, stream: str) -> Description:
-        return await self._set_frozen(stream, True)
-
-    async def _unfreeze(self, stream: str) -> Description:
-        return await self._set_frozen(stream, False)
 
     async def _set_frozen(self, stream: str, frozen: bool) -> Description:
         session = await self._owned(stream)
@@ -199,30 +180,22 @@ class Controls:
         session.note_report(await self.runtime.run("states", change_and_report))
         session.touch(self.runtime.clock())
 
-    # -- states as files ----------------------------------------------------------------------------------------------
-
     async def get_state(self, stream: str) -> bytes:
         """Return the state file of a stream: of this moment if it is here, else as stored."""
-        session, store = self.sessions.by_name.get(stream), self.runtime.store
+        session, store = self.sessions.by_name.get(check_stream_name(stream)), self.runtime.store
         if session is not None and session.loaded:
             async with self.runtime.hold(stream):
                 return await self.runtime.run("states", lambda: self.fleet.to_bytes(stream))
         stored = None
         if store is not None:
-            with self._overloaded_if_down():
-                stored, _ = await self.runtime.run("claims", lambda: read_intact(store, stream))
+            stored, _ = await self.runtime.run("claims", lambda: read_intact(store, stream))
         if stored is None:
             raise UnknownStream(f"no stream {stream!r}, or it has learned nothing yet")
         return stored.blob
 
-    async def put_state(self, stream: str, data: bytes) -> Description:
-        """Replace the state of a stream by that of a file, or make a stream of it; a wrong file changes nothing."""
-        return await self._finish(self._put_state(stream, data))
-
     async def _put_state(self, stream: str, data: bytes) -> Description:
         await self.runtime.run("states", lambda: self.fleet.check_bytes(stream, data))  # before a stream is made for it
-        if self.sessions.ready(stream) is None:
-            await self.sessions.open(stream)
+        await self._create(stream)
         session = await self._owned(stream)
         words = "its state was replaced"  # a file does not hold the ids of requests that it has learned
         return await self._replace(session, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)

@@ -1,41 +1,10 @@
-"""The errors of a server: those of its worker, and the answers that clients get instead of a success."""
+"""The errors of a server, as clients get them; docs/serving.md lists them with their docstrings."""
 
 import math
 from collections.abc import Mapping
 from typing import ClassVar
 
 from tribe.streams import UnknownStream as UnknownStream
-
-# -- of a worker; tribe.serve.service turns each of them into one of those below ---------------------------------------
-
-
-class Overloaded(RuntimeError):
-    """The worker cannot answer in time.
-
-    Args:
-        message: why, for people.
-        retry_after: in how many seconds it may.
-    """
-
-    def __init__(self, message: str, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class WrongState(RuntimeError):
-    """The stored state of the stream belongs to another model or method."""
-
-
-class NotOwner(RuntimeError):
-    """Another worker owns the stream, so this one cannot change it."""
-
-
-class NotStored(RuntimeError):
-    """The state of the stream cannot be stored, for example because a number in it is not finite."""
-
-
-# -- of a request; docs/serving.md lists them with their docstrings ----------------------------------------------------
-
 
 UNEXPECTED = "an unexpected error in the server; its log says more"
 
@@ -125,7 +94,24 @@ class Unavailable(ServeError):
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
+        self.retry_after = retry_after  # seconds
         self.headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
+
+
+class Overloaded(Unavailable):
+    """The worker cannot answer in time."""
+
+
+class WrongState(Conflict):
+    """The stored state of the stream belongs to another model or method."""
+
+
+class NotOwner(Conflict):
+    """Another worker owns the stream, so this one cannot change it."""
+
+
+class NotStored(Conflict):
+    """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
 ERRORS: tuple[type[ServeError], ...] = (

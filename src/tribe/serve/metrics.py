@@ -1,11 +1,19 @@
-"""Prometheus metrics of one worker, in a registry of its own. Where Triton has an equivalent, its name is used."""
+"""What operators see of one worker: its events, and its Prometheus metrics, with Triton's names where there are any."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import GaugeMetricFamily, Metric
+
+from tribe.fields import printable
+
+log = logging.getLogger("tribe.serve")
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # upper ends of buckets
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -32,11 +40,7 @@ STREAM_GAUGES = {  # entries of the description of a stream -> the help text of 
 
 
 class Metrics:
-    """Counters and histograms of one worker.
-
-    Args:
-        model: the value of the label ``model``.
-    """
+    """Counters and histograms of one worker; ``model`` is the value of a label of all."""
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -70,8 +74,6 @@ class Metrics:
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, words, COMMON, buckets=buckets, registry=self.registry).labels(*self._common)
 
-    # -- counting -----------------------------------------------------------------------------------------------------
-
     def answered(self, outcome: str, images: int, arrived: float, launched: float, now: float) -> None:
         """Count a request that was answered; ``outcome`` is one of `ANSWERED`."""
         self._images += images
@@ -91,34 +93,30 @@ class Metrics:
         """Count an alarm."""
         self._alarms.labels(*self._common, kind).inc()
 
-    # -- reading ------------------------------------------------------------------------------------------------------
-
-    def gauge(self, name: str, words: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
-        """Return a gauge that is read now: one number, or a number for each value of ``label``."""
-        return self._read(GaugeMetricFamily, name, words, values, label)
-
-    def counter(self, name: str, words: str, values: Mapping[str, float] | float, label: str | None = None) -> Metric:
-        """Return a counter that is kept elsewhere and read now; arguments as for `gauge`."""
-        return self._read(CounterMetricFamily, name, words, values, label)
-
-    def _read(self, kind: Any, name: str, words: str, values: Mapping[str, float] | float, label: str | None) -> Metric:
-        metric: Metric = kind(name, words, labels=COMMON if label is None else (*COMMON, label))
+    def read(
+        self,
+        name: str,
+        words: str,
+        values: Mapping[str, float] | float,
+        label: str | None = None,
+        kind: type[Metric] = GaugeMetricFamily,
+    ) -> Metric:
+        """Return a gauge, or a counter kept elsewhere, as it is now: a number, or one for each value of ``label``."""
+        metric: Any = kind(name, words, labels=COMMON if label is None else (*COMMON, label))  # type: ignore[call-arg]
         for value, number in values.items() if isinstance(values, Mapping) else [(None, values)]:
-            metric.add_metric([*self._common, *([] if value is None else [value])], number)  # type: ignore[attr-defined]
-        return metric
+            metric.add_metric([*self._common, *([] if value is None else [value])], number)
+        return cast(Metric, metric)
 
     def stream_gauges(self, streams: Mapping[str, Mapping[str, Any]]) -> list[Metric]:
         """Return the gauges of single streams, from the description of each."""
-        return [
-            self.gauge(
-                f"tribe_stream_{name}" + ("_seconds" if name == "lag" else ""),
-                words,
-                {stream: _number(facts[name]) for stream, facts in streams.items() if name in facts},
-                "stream",
-            )
-            for name, words in STREAM_GAUGES.items()
-            if any(name in facts for facts in streams.values())
-        ]
+        metrics = []
+        for name, words in STREAM_GAUGES.items():
+            found = {stream: facts[name] for stream, facts in streams.items() if name in facts}
+            if found:
+                numbers = {stream: len(value) if isinstance(value, list) else value for stream, value in found.items()}
+                unit = "_seconds" if name == "lag" else ""
+                metrics.append(self.read(f"tribe_stream_{name}{unit}", words, numbers, "stream"))
+        return metrics
 
     def total(self, name: str, **labels: str) -> float:
         """Return the value of a sample, such as ``total("tribe_requests_total", outcome="adapted")``."""
@@ -127,7 +125,8 @@ class Metrics:
 
     def text(self, now: Iterable[Metric] = ()) -> str:
         """Return all metrics as Prometheus reads them; ``now`` are those that are read at this moment."""
-        return (generate_latest(self.registry) + generate_latest(_Readings([*self._triton(), *now]))).decode()
+        readings: Any = SimpleNamespace(collect=lambda: [*self._triton(), *now])
+        return (generate_latest(self.registry) + generate_latest(readings)).decode()
 
     def _triton(self) -> list[Metric]:
         """Return Triton's metrics. They have no type: prometheus_client would append _total to names of counters."""
@@ -153,16 +152,58 @@ class Metrics:
         return [*metrics, failure]
 
 
-class _Readings(Collector):
-    """Metrics that were read just now, as `generate_latest` takes them."""
+class ServeEvent(NamedTuple):
+    """An event for operators."""
 
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
+    time: float  # seconds since 1970
+    stream: str | None  # the stream it happened to; None: the worker
+    kind: str  # a name for programs, such as opened, fenced, store-down
+    words: str  # what happened and what it means, for people
+    numbers: dict[str, float]  # numbers that belong to it
 
-    def collect(self) -> Iterable[Metric]:
-        """Return the metrics."""
-        return self._metrics
 
+class Events:
+    """The last events, at most ``keep``, and queues of subscribers, as long. Used on the event loop only."""
 
-def _number(value: Any) -> float:
-    return float(len(value)) if isinstance(value, list) else float(value)
+    def __init__(self, keep: int) -> None:
+        self.kept: deque[ServeEvent] = deque(maxlen=keep)
+        self._subscribers: dict[int, deque[ServeEvent]] = {}
+        self._changed = asyncio.Event()
+        self.closed = False
+
+    def add(
+        self, kind: str, words: str, stream: str | None = None, level: int = logging.INFO, **numbers: float
+    ) -> None:
+        """Add an event to the log, send it to every subscriber, and log it with its parts as attributes."""
+        event = ServeEvent(time.time(), stream, kind, words, numbers)
+        self.kept.append(event)
+        for queue in self._subscribers.values():
+            queue.append(event)  # a subscriber that is too slow loses its oldest
+        self._wake()
+        extra: dict[str, Any] = {"stream": stream, "kind": kind, "numbers": numbers}
+        log.log(level, "%s%s", f"{printable(stream)}: " if stream is not None else "", words, extra=extra)
+
+    def close(self) -> None:
+        """End all subscriptions."""
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def listen(self) -> AsyncIterator[ServeEvent]:
+        """Yield the events of the log, then every new one until `close`."""
+        queue: deque[ServeEvent] = deque(self.kept, maxlen=self.kept.maxlen)
+        self._subscribers[id(queue)] = queue
+        try:
+            while True:
+                changed = self._changed
+                while queue:
+                    yield queue.popleft()
+                if self.closed:
+                    return
+                if changed is self._changed:
+                    await changed.wait()
+        finally:
+            del self._subscribers[id(queue)]

@@ -13,20 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.images import require_pillow
+from tribe.serve import protocol
 from tribe.serve.errors import BadInput, BadRequest, TooLarge, WrongType
-from tribe.serve.execution import InferResult
-from tribe.serve.protocol import (
-    DATATYPES,
-    EXPECTED,
-    INPUT,
-    InferRequest,
-    ModelInfo,
-    Timeout,
-    as_images,
-    as_numbers,
-    convert,
-    health_facts,
-)
+from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
 from tribe.streams.names import check_request_id
 
 JPEG, PNG, NPY, SAFETENSORS = "image/jpeg", "image/png", "application/x-npy", "application/x-safetensors"
@@ -41,7 +30,7 @@ MAX_SCANS = 64  # of a JPEG: each costs time, and takes few bytes. Progressive o
 class PredictQuery(msgspec.Struct, forbid_unknown_fields=True):
     """The query of a prediction."""
 
-    timeout: Timeout | None = None  # microseconds
+    timeout: protocol.Timeout | None = None  # microseconds
     learn: bool = True
     fit: Literal["resize"] | None = None  # stretch a picture to the size of the model
 
@@ -61,20 +50,20 @@ def decode_predict(
     Args:
         body: all of it.
         content_type: the value of the header Content-Type; empty or general: the first bytes decide.
-        query: the parameters of the URL: ``timeout`` in microseconds, ``learn=false``, ``fit=resize``.
+        query: the parameters of the URL, see `PredictQuery`.
         model: the model that the images are for.
         stream: the checked name of the stream.
-        id: the value of the header X-Request-Id, if there is one.
+        id: the value of the header X-Request-Id.
         max_pixels: of a picture; a larger one is refused before it is decoded.
     """
-    options = convert(dict(query), PredictQuery, "the query of the URL", strict=False)
+    options = protocol.convert(dict(query), PredictQuery, "the query of the URL", strict=False)
     kind = _kind(body, content_type)
     if kind in (JPEG, PNG):
         images = read_picture(body, model, max_pixels, resize=options.fit is not None)
     else:
         values = _read_npy(body) if kind == NPY else _read_safetensors(body)
         model.check_images(tuple(values.shape))
-        images = as_images(values)
+        images = protocol.as_images(values)
     try:
         checked = check_request_id(id) if id else None
     except ValueError as error:
@@ -84,13 +73,13 @@ def decode_predict(
 
 def encode_predict(result: InferResult, request: InferRequest, model: ModelInfo) -> bytes:
     """Return the JSON of an answer."""
-    logits = as_numbers(result.logits)
+    logits = protocol.as_numbers(result.logits)
     best = logits.argmax(1).tolist()
     answer: dict[str, Any] = {"stream": request.stream, "classes": best}
     if model.labels:
         answer["labels"] = [model.labels[i] for i in best]
     answer |= {model.output: logits.tolist(), "adapted": result.adapted, "clock": result.clock}
-    answer |= {"generation": result.generation, "health": health_facts(result)}
+    answer |= {"generation": result.generation, "health": protocol.health_facts(result)}
     return msgspec.json.encode(answer)
 
 
@@ -131,7 +120,13 @@ def read_picture(body: bytearray, model: ModelInfo, max_pixels: int, resize: boo
 
     try:
         with pillow.open(io.BytesIO(body), formats=("JPEG", "PNG")) as opened:
-            _check_header(opened, body, max_pixels)
+            width, height = opened.size
+            if width * height > max_pixels:
+                raise TooLarge(f"the picture has {width}x{height} pixels; expected {max_pixels:,} at most")
+            if opened.mode not in MODES:
+                raise BadInput(f"the picture has the mode {opened.mode}; expected eight bits a channel")
+            if opened.format != "PNG" and (scans := body.count(b"\xff\xda")) > MAX_SCANS:
+                raise BadInput(f"the JPEG has {scans} scans; expected {MAX_SCANS} at most: save it as an ordinary one")
             image = ImageOps.exif_transpose(opened).convert("RGB" if model.shape[0] == 3 else "L")
     except (TooLarge, BadInput):
         raise
@@ -143,24 +138,11 @@ def read_picture(body: bytearray, model: ModelInfo, max_pixels: int, resize: boo
     width, height = (size or own for size, own in zip((model.shape[2], model.shape[1]), image.size, strict=True))
     if image.size != (width, height):
         if not resize:
-            got = "x".join(map(str, image.size))
-            raise BadInput(
-                f"the picture has {got} pixels; expected {width}x{height}. ?fit=resize stretches it to that size"
-            )
+            words = f"the picture has {'x'.join(map(str, image.size))} pixels; expected {width}x{height}"
+            raise BadInput(f"{words}. ?fit=resize stretches it to that size")
         image = image.resize((width, height), pillow.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(image)).reshape(height, width, -1)
-    return as_images(pixels.permute(2, 0, 1).contiguous())[None]
-
-
-def _check_header(image: Any, body: bytearray, max_pixels: int) -> None:
-    """Refuse a picture by its header, before it is decoded."""
-    width, height = image.size
-    if width * height > max_pixels:
-        raise TooLarge(f"the picture has {width}x{height} pixels; expected {max_pixels:,} at most. Send a smaller one")
-    if image.mode not in MODES:
-        raise BadInput(f"the picture has the mode {image.mode}; expected eight bits a channel. Convert it first")
-    if image.format != "PNG" and (scans := body.count(b"\xff\xda")) > MAX_SCANS:
-        raise BadInput(f"the JPEG has {scans} scans; expected {MAX_SCANS} at most. Save it again as an ordinary JPEG")
+    return protocol.as_images(pixels.permute(2, 0, 1).contiguous())[None]
 
 
 def _read_npy(body: bytearray) -> Tensor:
@@ -176,7 +158,9 @@ def _read_npy(body: bytearray) -> Tensor:
         raise BadInput(f"the body is not an npy array that can be read: {reason[:200]}") from None
     start = file.tell()
     if dtype.str not in ("<f4", "<f2", "<f8", "|u1") or (fortran and len(shape) > 1):
-        raise BadInput(f"the npy array is {dtype}{' in the order of Fortran' * fortran}; {EXPECTED}, in the order of C")
+        raise BadInput(
+            f"the npy array is {dtype}{' in the order of Fortran' * fortran}; {protocol.EXPECTED}, in the order of C"
+        )
     expected = dtype.itemsize * np.prod(shape, dtype=object)
     if len(body) - start != expected or min(shape, default=0) < 0:
         raise BadInput(f"{len(body) - start} bytes follow the npy header; expected {expected}: it is cut short or long")
@@ -189,9 +173,9 @@ def _read_safetensors(body: bytearray) -> Tensor:
         tensors = safetensors.torch.load(bytes(body))
     except (safetensors.SafetensorError, ValueError, KeyError) as error:  # KeyError: a type that torch does not have
         raise BadInput(f"the safetensors cannot be read: {error}. It may have been cut short") from None
-    if tensors.keys() != {INPUT}:
+    if tensors.keys() != {protocol.INPUT}:
         names = ", ".join(sorted(repr(name[:40]) for name in tensors)[:4]) or "nothing"
-        raise BadInput(f"the safetensors holds {names}; expected one tensor with the name {INPUT!r}")
-    if tensors[INPUT].dtype not in DATATYPES.values():
-        raise BadInput(f"{INPUT} is {tensors[INPUT].dtype}; {EXPECTED}")
-    return tensors[INPUT]
+        raise BadInput(f"the safetensors holds {names}; expected one tensor with the name {protocol.INPUT!r}")
+    if tensors[protocol.INPUT].dtype not in protocol.DATATYPES.values():
+        raise BadInput(f"{protocol.INPUT} is {tensors[protocol.INPUT].dtype}; {protocol.EXPECTED}")
+    return tensors[protocol.INPUT]

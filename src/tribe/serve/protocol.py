@@ -7,7 +7,7 @@ the request's ``binary_data_output`` is true. HTTP and gRPC share all that follo
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tribe._version import __version__
 from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
-from tribe.serve.execution import InferResult
 from tribe.streams.names import check_request_id, check_stream_name
 
 T = TypeVar("T")
@@ -34,12 +33,10 @@ DATATYPES = {
     "BF16": torch.bfloat16,
 }
 EXPECTED = f"expected {', '.join(DATATYPES)}: floating point in [0, 1], or UINT8 from 0 to 255"
+SEE = "See the section Protocol of docs/serving.md"
 SERVER, PLATFORM = "tribe", "tribe_pytorch"
 EXTENSIONS = ("binary_tensor_data", "sequence", "sequence(string_id)", "model_configuration", "parameters")
 Timeout = Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # microseconds
-
-
-# -- the model and a request -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +65,9 @@ class ModelInfo:
         )
         if not fits:
             raise BadInput(f"images have the shape {show_shape(shape)}; expected {self.expected}")
-        if shape[0] < 1:
-            raise BadInput(f"there are no images: the shape is {show_shape(shape)}; expected at least one image")
-        if shape[0] > self.most_images:
-            raise TooLarge(f"there are {shape[0]} images; expected {self.most_images} at most in one request")
+        if not 1 <= shape[0] <= self.most_images:
+            error = TooLarge if shape[0] > 1 else BadInput
+            raise error(f"there are {shape[0]} images; expected 1 to {self.most_images} in one request")
 
     @property
     def expected(self) -> str:
@@ -107,7 +103,14 @@ class InferRequest:
     binary: bool = False  # return the logits as bytes, not as numbers in JSON
 
 
-# -- the JSON of a request ---------------------------------------------------------------------------------------------
+class InferResult(NamedTuple):
+    """The answer to a request."""
+
+    logits: Tensor  # of each image, (B, K); probabilities for methods that return those
+    adapted: bool = False  # whether the stream has learned from these images; it may learn from them later
+    clock: int | None = None  # steps that the state has taken which predicted, or after the step; None: no stream
+    generation: int | None = None  # how often the stream has been claimed; None without a store
+    health: dict[str, Any] | None = None  # the report of the stream; None: no stream
 
 
 class InferParameters(msgspec.Struct):
@@ -164,9 +167,7 @@ def decode_json(content: Buffer, decoder: msgspec.json.Decoder[T]) -> T:
     try:
         return decoder.decode(content)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(
-            f"the JSON of the request cannot be read: {error}. See the section Protocol of docs/serving.md"
-        ) from None
+        raise BadRequest(f"the JSON of the request cannot be read: {error}. {SEE}") from None
 
 
 def convert(values: Any, to: type[T], noun: str, *, strict: bool = True) -> T:
@@ -174,7 +175,7 @@ def convert(values: Any, to: type[T], noun: str, *, strict: bool = True) -> T:
     try:
         return msgspec.convert(values, to, strict=strict)
     except msgspec.ValidationError as error:
-        raise BadRequest(f"{noun} cannot be read: {error}. See the section Protocol of docs/serving.md") from None
+        raise BadRequest(f"{noun} cannot be read: {error}. {SEE}") from None
 
 
 def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_header: str | None) -> InferRequest:
@@ -186,7 +187,14 @@ def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_h
         model: the model that the images are for.
         stream_header: the value of the header x-tribe-stream, if there is one.
     """
-    size = len(body) if head_size is None else _checked_size(head_size, len(body))
+    size = total = len(body)
+    if head_size is not None:
+        size = int(head_size) if head_size.isascii() and head_size.isdecimal() and len(head_size) <= 12 else 0
+        if not 0 < size <= total:
+            raise BadRequest(
+                f"the header Inference-Header-Content-Length is {head_size[:40]!r}; expected the number of bytes of "
+                f"JSON, 1 to {total}: the body was cut short, or the header is wrong"
+            )
     if size > MAX_JSON:
         raise TooLarge(
             f"the request has {size:,} bytes of JSON; expected {MAX_JSON:,} at most. Send the images as bytes after "
@@ -211,25 +219,8 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
         id = check_request_id(head.id) if head.id else None
     except ValueError as error:
         raise BadRequest(str(error)) from None
-    return InferRequest(
-        images,
-        stream,
-        id,
-        parameters.sequence_start,
-        parameters.sequence_end,
-        parameters.timeout,
-        parameters.tribe_learn,
-        binary,
-    )
-
-
-def _checked_size(text: str, total: int) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 0 < int(text) <= total):
-        raise BadRequest(
-            f"the header Inference-Header-Content-Length is {text[:40]!r}; expected the number of bytes of JSON, 1 to "
-            f"{total}: the body was cut short, or the header is wrong"
-        )
-    return int(text)
+    start, end = parameters.sequence_start, parameters.sequence_end
+    return InferRequest(images, stream, id, start, end, parameters.timeout, parameters.tribe_learn, binary)
 
 
 def _chosen_stream(parameter: str | int | None, header: str | None) -> str | None:
@@ -249,9 +240,6 @@ def _supported(parameters: TensorParameters | None) -> TensorParameters:
         if getattr(parameters, name) is not None:
             raise BadRequest(f"the parameter {name} is not supported: send and receive tensors in the body")
     return parameters
-
-
-# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -> Tensor:
@@ -288,15 +276,13 @@ def as_images(values: Tensor) -> Tensor:
 
 def _images_from_numbers(data: list[Any], datatype: str, shape: tuple[int, ...]) -> Tensor:
     """Return images (B, ...) from the numbers of a JSON text, in nested lists or in one."""
-    whole = datatype == "UINT8"
+    kinds, expected = ("ui", "integers from 0 to 255") if datatype == "UINT8" else ("uif", "numbers")
     try:
         array = np.asarray(data)
     except ValueError as error:
         raise BadInput(f"the data of the images cannot be read: {error}") from error
-    if array.dtype.kind not in ("ui" if whole else "uif") or (whole and not 0 <= array.min() <= array.max() <= 255):
-        raise BadInput(
-            f"the data of the images cannot be read; expected {'integers from 0 to 255' if whole else 'numbers'}"
-        )
+    if array.dtype.kind not in kinds or (datatype == "UINT8" and not 0 <= array.min() <= array.max() <= 255):
+        raise BadInput(f"the data of the images cannot be read; expected {expected}")
     if array.size != math.prod(shape) or array.shape not in ((array.size,), shape):
         raise BadInput(f"the data has the shape {array.shape}; expected {shape}, or one list of its numbers")
     return as_images(torch.from_numpy(array).to(DATATYPES[datatype])).reshape(shape)

@@ -24,8 +24,8 @@ from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits
-from tribe.serve.security import Token, read_tokens
-from tribe.serve.server import new_access, new_service, shorten_collections
+from tribe.serve.security import read_tokens
+from tribe.serve.server import HOST, Tokens, new_access, new_service, shorten_collections
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
@@ -42,8 +42,8 @@ def application(
     workers: int = 2,
     device: str = "cpu",
     name: str = "model",
-    host: str = "127.0.0.1",
-    tokens: str | PathLike[str] | Sequence[Token] | None = None,
+    host: str = HOST,
+    tokens: Tokens = None,
     limits: Limits | None = None,
     host_names: Sequence[str] = (),
     resources: Mapping[str, Any] | None = None,
@@ -57,11 +57,7 @@ def application(
         data: the store that all workers share: a folder on one machine, a Redis server for several.
         workers: how many.
         device: where each of them has its network.
-        name: as for `tribe.serve.Server`.
-        host: the address that Ray listens on.
-        tokens: as for `tribe.serve.Server`.
-        limits: as for `tribe.serve.Server`; what concerns connections is Ray's.
-        host_names: as for `tribe.serve.Server`.
+        name, host, tokens, limits, host_names: as for `tribe.serve.Server`; limits on connections are Ray's.
         resources: what Ray reserves for each worker; None: one core, and one GPU if ``device`` is one.
         options: ``shape``, ``labels`` and ``policy`` of `tribe.serve.Server`, and its options.
     """
@@ -89,7 +85,7 @@ def application(
 
 
 @contextlib.contextmanager
-def running(app: Any, host: str = "127.0.0.1", port: int = 8000, address: str | None = None) -> Iterator[str]:
+def running(app: Any, host: str = HOST, port: int = 8000, address: str | None = None) -> Iterator[str]:
     """Run an application on Ray, and stop it at the end; gives its URL.
 
     Args:

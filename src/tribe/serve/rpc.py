@@ -15,6 +15,8 @@ from tribe.serve.protocol import VERSION, InferHead, InferRequest, convert, infe
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
 
+grpc: Any = importlib.import_module("grpc")
+messages: Any = importlib.import_module("tribe.serve.open_inference_pb2")
 CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents", "UINT8": "uint_contents"}
 MAX_METADATA = 16 * 2**10  # bytes
 GRACE = 10.0  # seconds that open calls get when the server stops
@@ -26,15 +28,11 @@ async def listening(
     service: Service, address: str, tls: tuple[str | PathLike[str], str | PathLike[str]] | None
 ) -> AsyncIterator[int]:
     """Listen for gRPC on an address; the value is the port."""
-    try:
-        grpc, messages = importlib.import_module("grpc"), importlib.import_module("tribe.serve.open_inference_pb2")
-    except ImportError as error:
-        raise ImportError(f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'") from error
     limits = service.limits
     options = [("grpc.max_receive_message_length", limits.body), ("grpc.max_metadata_size", MAX_METADATA)]
     options += [("grpc.so_reuseport", 0), ("grpc.max_concurrent_streams", limits.connections)]
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.connections)
-    calls = Calls(service, grpc, messages)
+    calls = Calls(service)
     name = messages.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, calls.handlers()),))
     try:
@@ -53,16 +51,10 @@ async def listening(
 
 
 class Calls:
-    """The calls of the service.
+    """The calls of the service."""
 
-    Args:
-        service: the worker, and who may use it.
-        grpc: the module.
-        messages: the module that is generated from ``open_inference.proto``.
-    """
-
-    def __init__(self, service: Service, grpc: Any, messages: Any) -> None:
-        self.service, self.grpc, self.messages, self.model = service, grpc, messages, service.model
+    def __init__(self, service: Service) -> None:
+        self.service, self.model = service, service.model
 
     def handlers(self) -> dict[str, Any]:
         """Return the handler of each call, by its name."""
@@ -76,17 +68,17 @@ class Calls:
             "ModelInfer": self.model_infer,
         }
         handlers = {
-            name: self.grpc.unary_unary_rpc_method_handler(
+            name: grpc.unary_unary_rpc_method_handler(
                 self._guarded(function),
-                getattr(self.messages, f"{name}Request").FromString,
-                getattr(self.messages, f"{name}Response").SerializeToString,
+                getattr(messages, f"{name}Request").FromString,
+                getattr(messages, f"{name}Response").SerializeToString,
             )
             for name, function in single.items()
         }
-        handlers["ModelStreamInfer"] = self.grpc.stream_stream_rpc_method_handler(
+        handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self.model_stream_infer,
-            self.messages.ModelInferRequest.FromString,
-            self.messages.ModelStreamInferResponse.SerializeToString,
+            messages.ModelInferRequest.FromString,
+            messages.ModelStreamInferResponse.SerializeToString,
         )
         return handlers
 
@@ -97,45 +89,41 @@ class Calls:
             try:
                 return await function(request, context)
             except ServeError as error:
-                await context.abort(self.grpc.StatusCode[error.code], str(error), tuple(error.headers.items()))
-            except (asyncio.CancelledError, self.grpc.aio.AbortError):
+                await context.abort(grpc.StatusCode[error.code], str(error), tuple(error.headers.items()))
+            except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
             except Exception:
                 log.exception("an unexpected error in %s", function.__name__)
-                await context.abort(self.grpc.StatusCode.INTERNAL, UNEXPECTED)
+                await context.abort(grpc.StatusCode.INTERNAL, UNEXPECTED)
 
         return run
 
-    # -- the server and its model -------------------------------------------------------------------------------------
-
     async def server_live(self, request: Any, context: Any) -> Any:
         """Return that the process answers."""
-        return self.messages.ServerLiveResponse(live=True)
+        return messages.ServerLiveResponse(live=True)
 
     async def server_ready(self, request: Any, context: Any) -> Any:
         """Return that requests are accepted: the service listens only while the worker runs."""
-        return self.messages.ServerReadyResponse(ready=True)
+        return messages.ServerReadyResponse(ready=True)
 
     async def server_metadata(self, request: Any, context: Any) -> Any:
         """Return the name, version and extensions of the server."""
-        return self.messages.ServerMetadataResponse(**protocol.server_metadata())
+        return messages.ServerMetadataResponse(**protocol.server_metadata())
 
     async def model_ready(self, request: Any, context: Any) -> Any:
         """Return that the model is ready, or raise if the model does not exist."""
         self.model.check(request.name, request.version)
-        return self.messages.ModelReadyResponse(ready=True)
+        return messages.ModelReadyResponse(ready=True)
 
     async def model_metadata(self, request: Any, context: Any) -> Any:
         """Return the inputs and outputs of the model."""
         self.model.check(request.name, request.version)
-        return self.messages.ModelMetadataResponse(**protocol.model_metadata(self.model))
+        return messages.ModelMetadataResponse(**protocol.model_metadata(self.model))
 
     async def model_config(self, request: Any, context: Any) -> Any:
         """Return the configuration of the model."""
         self.model.check(request.name, request.version)
-        return self.messages.ModelConfigResponse(config=protocol.model_config(self.model))
-
-    # -- predictions --------------------------------------------------------------------------------------------------
+        return messages.ModelConfigResponse(config=protocol.model_config(self.model))
 
     async def model_infer(self, request: Any, context: Any) -> Any:
         """Predict images."""
@@ -147,10 +135,10 @@ class Calls:
         async for request in requests:
             try:
                 user, stream = self._caller(context)
-                answer = self.messages.ModelStreamInferResponse(infer_response=await self._infer(request, user, stream))
+                answer = messages.ModelStreamInferResponse(infer_response=await self._infer(request, user, stream))
             except ServeError as error:
-                named = self.messages.ModelInferResponse(id=request.id)
-                answer = self.messages.ModelStreamInferResponse(error_message=str(error), infer_response=named)
+                named = messages.ModelInferResponse(id=request.id)
+                answer = messages.ModelStreamInferResponse(error_message=str(error), infer_response=named)
             yield answer
 
     def _caller(self, context: Any) -> tuple[Principal, str | None]:
@@ -167,9 +155,7 @@ class Calls:
         request = decode_message(message, self.model, stream)
         result = await self.service.infer(request, user, arrived)
         logits = protocol.as_numbers(result.logits)
-        answer = self.messages.ModelInferResponse(
-            model_name=self.model.name, model_version=VERSION, id=request.id or ""
-        )
+        answer = messages.ModelInferResponse(model_name=self.model.name, model_version=VERSION, id=request.id or "")
         answer.outputs.add(name=self.model.output, datatype="FP32", shape=logits.shape)
         answer.raw_output_contents.append(logits.tobytes())
         for name, value in protocol.answer_parameters(result, request.stream).items():

@@ -1,24 +1,106 @@
-"""The parts that a worker's sessions, writer and controls share: fleet, store, scheduler, threads and tasks."""
+"""The parts that a worker's sessions, writer and controls share: streams, fleet, store, threads and tasks."""
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args
 
-from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
-from tribe.serve.events import Events
-from tribe.serve.metrics import Metrics
-from tribe.serve.scheduler import Scheduler
-from tribe.serve.store import StreamStore
+from tribe.serve.metrics import Events, Metrics
+from tribe.serve.scheduler import BatchTimes, Scheduler
+from tribe.serve.store import Claim, StreamStore
 from tribe.streams import Fleet
 
 T = TypeVar("T")
+Role = Literal["owned", "followed", "unreachable"]
+Mark = tuple[int, int, float | None]  # generation, clock and time of a stored state, which identify it
 Thread = Literal["step", "predict", "claims", "states", "writer"]
-THREADS: tuple[Thread, ...] = ("step", "predict", "claims", "states", "writer")
 log = logging.getLogger("tribe.serve")
+
+
+HEALTH = {  # name in answers and descriptions -> field of `tribe.health.Health`
+    "accuracy": "accuracy",
+    "accuracy_low": "low",
+    "accuracy_high": "high",
+    "accuracy_overall": "overall",
+    "source_agreement": "source_agreement",
+    "held": "held",
+    "returned": "returned",
+}
+
+
+@dataclass(eq=False)
+class StreamSession:
+    """A stream that this worker answers for."""
+
+    name: str
+    role: Role
+    used: float  # when the last request came
+    claim: Claim | None = None
+    learn_until: float = float("inf")  # by the worker's clock: from then on the lease may have ended
+    mark: Mark | None = None  # of the stored state that a follower has
+    looked_up: float | None = None  # when the store was last asked
+    loaded: bool = True  # whether the fleet has a state of it; without one the source model predicts
+    recent: dict[str, None] = field(default_factory=dict)  # ids of the last requests that its state has learned
+    clock: int = 0  # steps that its state has taken
+    report: dict[str, Any] = field(default_factory=dict)  # after the last step; see `read_reports`
+    dirty_since: float | None = None  # when the oldest step was taken that no write has begun to store
+    writing_since: float | None = None  # the same of the write that runs
+    unstorable: str | None = None  # why its state cannot be stored
+    snapshots: list[Any] = field(default_factory=list)  # for rollback; see `controls.SessionSnapshot`
+    images: int = 0  # images that came since it was opened
+    holding: bool = False  # whether the guard let it learn nothing in the last step
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of the claim, or of the state that a follower has."""
+        if self.claim is not None:
+            return self.claim.generation
+        return None if self.mark is None else self.mark[0]
+
+    @property
+    def frozen(self) -> bool:
+        """Return whether it only predicts."""
+        return bool(self.report.get("frozen"))
+
+    @property
+    def changed(self) -> bool:
+        """Return whether some of its learning is not stored yet."""
+        return self.dirty_since is not None or self.writing_since is not None
+
+    def lag(self, now: float) -> float:
+        """Return the age of the oldest step that is not stored; 0 without a claim, for example without a store."""
+        times = [since for since in (self.dirty_since, self.writing_since) if since is not None]
+        return now - min(times) if times and self.claim is not None else 0.0
+
+    def touch(self, now: float) -> None:
+        """Note that the state has changed and must be written."""
+        if self.dirty_since is None:
+            self.dirty_since = now
+
+    def note_report(self, report: dict[str, Any]) -> None:
+        """Replace the report, and the clock that it contains."""
+        self.report, self.clock = report, report.get("steps", self.clock)
+
+    def note_learned(self, request_id: str | None, most: int) -> None:
+        """Add the id of a learned request to the recent ones, of which there are at most ``most``."""
+        if request_id is None:
+            return
+        self.recent.pop(request_id, None)
+        self.recent[request_id] = None
+        while len(self.recent) > most:
+            del self.recent[next(iter(self.recent))]
+
+    def renewed(self, claim: Claim, asked: float, lease: float, margin: float) -> None:
+        """Note that the store has confirmed the claim; it was asked at ``asked`` by this worker's clock."""
+        self.claim, self.role, self.learn_until = claim, "owned", asked + lease - margin
+
+    def lost(self) -> None:
+        """Note that the claim may not be used any more."""
+        self.claim, self.learn_until = None, float("-inf")
 
 
 class Runtime:
@@ -26,15 +108,7 @@ class Runtime:
 
     Each thread does one thing after another. ``step`` and ``predict`` run the model, so that a prediction never waits
     for a step; ``claims`` asks the store for claims, ``states`` changes the fleet, and may wait for a step; ``writer``
-    writes states to the store.
-
-    Args:
-        fleet: the network and the states of its streams.
-        store: holds claims and stored states; None: nothing is stored, and this worker owns every stream.
-        policy: how it trades latency, adaptation and safety.
-        owner: the worker's name in the store.
-        model: the name of the model in metrics.
-        clock: the time in seconds.
+    writes states to the store. The arguments are those of `Worker`.
     """
 
     def __init__(
@@ -50,7 +124,7 @@ class Runtime:
         self.events, self.metrics = Events(policy.events), Metrics(model)
         self.scheduler = Scheduler(policy, BatchTimes())
         self.on_progress: Callable[[], None] = lambda: None  # called when a stream is free again
-        self.threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in THREADS}
+        self.threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in get_args(Thread)}
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, thread: Thread, function: Callable[[], T]) -> T:
@@ -116,3 +190,15 @@ class Runtime:
 def _log_error(task: asyncio.Task[Any]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.warning("its caller was cancelled, and it failed: %s: %s", type(error).__name__, error)
+
+
+def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return what each stream reports, in plain numbers by name; estimates that do not exist are left out."""
+    reports = {}
+    for name, report in fleet.report_many(names).items():
+        reports[name], health = report.info._asdict(), report.health
+        if health is not None:
+            numbers = {key: getattr(health, field) for key, field in HEALTH.items()}
+            reports[name] |= {key: value for key, value in numbers.items() if value is not None}
+            reports[name]["alarms"] = list(health.alarms)
+    return reports

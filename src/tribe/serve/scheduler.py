@@ -4,8 +4,8 @@ The requests of a stream form a queue. The first of each queue may be stepped, s
 time and in the order of arrival. Requests of different streams are stepped together.
 
 A request whose deadline does not allow for a step is predicted at once and stays in its queue: its images are learned
-later. So a later request of the stream is not stepped before them. Answered requests in queues are the backlog, which
-is bounded: the oldest are dropped. If even a prediction would be late, the request is refused.
+later, before those of later requests. Answered requests in queues are the backlog, which is bounded: the oldest are
+dropped. If even a prediction would be late, the request is refused.
 
 The caller passes the time to every method, so a test can drive a scheduler moment by moment.
 """
@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from tribe.serve.batch_times import BatchTimes
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
+
+Kind = Literal["step", "predict"]
+NEWEST = 1 / 8  # share of the newest time in a mean, and twice that in a deviation: as TCP estimates round trips
+SPREAD = 3.0  # mean deviations above the mean that an estimate allows for
 
 
 class JobState(Enum):
@@ -90,23 +93,60 @@ class RunningBatch(NamedTuple):
     until: float  # when it should be done
 
 
+class BatchTimes:
+    """Estimate the seconds that a batch takes, by kind and size, so that a deadline can be judged early.
+
+    >>> times = BatchTimes()
+    >>> times.observe("step", 3, 0.010)
+    >>> round(times.expect("step", 4), 3), round(times.expect("step", 16), 3), times.expect("predict", 4)
+    (0.025, 0.1, 0.0)
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[Kind, dict[int, tuple[float, float, int]]] = {"step": {}, "predict": {}}
+
+    def observe(self, kind: Kind, images: int, seconds: float) -> None:
+        """Add the time of a batch, from its launch until its answers are there."""
+        means, size = self._means[kind], _next_power(images)
+        mean, deviation, count = means.get(size, (seconds, seconds / 2, 0))
+        if count == 1 and seconds < mean:  # a first batch is slow, and then does not count
+            mean, deviation = seconds, seconds / 2
+        elif count:
+            error = seconds - mean
+            mean, deviation = mean + NEWEST * error, deviation + 2 * NEWEST * (abs(error) - deviation)
+        means[size] = mean, deviation, count + 1
+
+    def expect(self, kind: Kind, images: int) -> float:
+        """Return a time that most batches of this many images do not exceed; 0 before the first batch.
+
+        A new size takes the time of the next larger one, or in proportion to the next smaller one.
+        """
+        means, size = self._means[kind], _next_power(images)
+        if not means:
+            return 0.0
+        nearest = min((other for other in means if other >= size), default=max(means))
+        mean, deviation, _ = means[nearest]
+        return max(1.0, size / nearest) * (mean + SPREAD * deviation)
+
+
+def _next_power(images: int) -> int:
+    return 1 << max(0, images - 1).bit_length()
+
+
 Refused = dict[Job, Overloaded]  # requests that get no answer, and why
 
 
 class Scheduler:
     """Queues of requests, the batches that run, and the choice of the next ones.
 
-    Args:
-        policy: limits and delays.
-        times: how long batches take.
-        blocked: why a stream must not learn now; None: it may.
+    ``blocked`` returns why a stream must not learn now; None: it may.
     """
 
     def __init__(
         self, policy: Policy, times: BatchTimes, blocked: Callable[[str], str | None] = lambda stream: None
     ) -> None:
         self.policy, self.times, self.blocked = policy, times, blocked
-        self.queues: dict[str, StreamQueue] = {}
+        self.queues: dict[Any, StreamQueue] = {}  # by the name of the stream
         self.predictions: deque[Job] = deque()  # to be predicted, in order of arrival
         self._prediction_images = 0  # of these requests
         self.backlog: dict[Job, None] = {}  # the oldest first
@@ -117,11 +157,8 @@ class Scheduler:
         self.predicting: RunningBatch | None = None
         self.relief_until = -math.inf  # until then requests with a deadline are only predicted
         self._awaiting = 0  # requests that await a step, in all queues
-        self._ids: set[tuple[str, str]] = set()  # streams and ids of requests that are queued or being stepped
         self._moments: list[tuple[float, int, Job]] = []  # a heap: when a waiting request must be looked at again
         self._order = count()
-
-    # -- arrival ------------------------------------------------------------------------------------------------------
 
     def offer(self, job: Job, now: float) -> None:
         """Accept a request, to be stepped, predicted or both.
@@ -133,19 +170,26 @@ class Scheduler:
             raise Overloaded("the deadline has passed already", self._drain_time(now))
         if self.waiting >= self.policy.waiting:
             self._enter_relief(now)
-            raise Overloaded(
-                f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}", self._drain_time(now)
-            )
+            words = f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}"
+            raise Overloaded(words, self._drain_time(now))
         learns = job.stream is not None and job.learn
-        predicts = not learns or (job.deadline < math.inf and self._stepped_by(job, now) > job.deadline)
-        if predicts:
-            self._check_prediction_time(job, now)
+        predicts = not learns
+        if learns and job.deadline < math.inf:
+            queue, others = self.queues.get(job.stream), len(self.queues)
+            free = now if self.stepping is None else max(now, self.stepping.until)
+            rounds = 1 + max(0 if queue is None else len(queue.jobs), others // self.policy.streams)
+            done = free + rounds * self.times.expect("step", job.size * min(1 + others, self.policy.streams))
+            predicts = now < self.relief_until or done > job.deadline
+        # An idle model tries a prediction anyway: else an estimate from one slow moment would never be corrected.
+        busy = self.predicting is not None or self.predictions
+        if predicts and busy and (done := self._predicted_by(job.size, now)) > job.deadline:
+            self._enter_relief(now)
+            words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
+            raise Overloaded(words, self._drain_time(now))
         if learns:
             idle = self.stepping is None and not self._awaiting and not self.backlog
             job.launch_by = now if idle else now + self.policy.max_batch_delay
-            self.queues.setdefault(job.stream, StreamQueue()).jobs.append(job)  # type: ignore[arg-type]
-            if job.request_id is not None:
-                self._ids.add((job.stream, job.request_id))  # type: ignore[arg-type]
+            self.queues.setdefault(job.stream, StreamQueue()).jobs.append(job)
         if predicts:
             self._queue_prediction(job, queued=learns)
         else:
@@ -156,37 +200,14 @@ class Scheduler:
                 slack = 2 * self.times.expect("predict", job.size) + self.policy.max_batch_delay
                 self._look_again(job, job.deadline - slack)
 
-    def _stepped_by(self, job: Job, now: float) -> float:
-        """Return when a step with this request would be done, if it joined its queue now."""
-        if now < self.relief_until:
-            return math.inf
-        assert job.stream is not None
-        queue, others = self.queues.get(job.stream), len(self.queues)
-        free = now if self.stepping is None else max(now, self.stepping.until)
-        rounds = max(0 if queue is None else len(queue.jobs), others // self.policy.streams)
-        together = min(1 + others, self.policy.streams)
-        return free + (rounds + 1) * self.times.expect("step", job.size * together)
-
-    def _check_prediction_time(self, job: Job, now: float) -> None:
-        """Raise `Overloaded` if a prediction would be late.
-
-        An idle model tries it anyway. Otherwise an estimate from one slow moment would never be corrected.
-        """
-        idle = self.predicting is None and not self.predictions
-        if not idle and (done := self._predicted_by(job.size, now)) > job.deadline:
-            self._enter_relief(now)
-            words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
-            raise Overloaded(words, self._drain_time(now))
-
     def _predicted_by(self, images: int, now: float) -> float:
         """Return when a prediction of this many images would be done, if it joined the line now."""
         free = now if self.predicting is None else max(now, self.predicting.until)
         return free + self._predictions_take(images + self._prediction_images)
 
     def _predictions_take(self, images: int) -> float:
-        whole, rest = divmod(images, self.policy.images)
-        seconds = whole * self.times.expect("predict", self.policy.images)
-        return seconds + (self.times.expect("predict", rest) if rest else 0)
+        most, expect = self.policy.images, self.times.expect
+        return images // most * expect("predict", most) + (expect("predict", images % most) if images % most else 0)
 
     def _drain_time(self, now: float) -> float:
         """Return in how many seconds the requests that wait now are done."""
@@ -197,8 +218,6 @@ class Scheduler:
         """Only predict requests with a deadline for a while: the model is overloaded."""
         self.relief_until = now + self.policy.relief
 
-    # -- states and the backlog ---------------------------------------------------------------------------------------
-
     def _move(self, job: Job, state: JobState, queued: bool) -> None:
         """Change the state of a job, and the counts and the backlog that follow from it."""
         waited, awaited, was_in_backlog = job.is_waiting, job.awaits_step, job.in_backlog
@@ -206,7 +225,7 @@ class Scheduler:
         self.waiting += job.is_waiting - waited
         if change := job.awaits_step - awaited:
             self._awaiting += change
-            self.queues[job.stream].awaiting += change  # type: ignore[index]
+            self.queues[job.stream].awaiting += change
         if change := job.in_backlog - was_in_backlog:
             self.backlog_bytes += change * job.images.nbytes
             if change < 0:
@@ -221,13 +240,13 @@ class Scheduler:
             self._drop(next(iter(self.backlog)), "full")
         if not newest.queued:
             return
-        jobs = self.queues[newest.stream].jobs  # type: ignore[index]
+        jobs = self.queues[newest.stream].jobs
         together = min(len(self.queues), self.policy.streams)  # a round of steps learns one request of each stream
         takes = self.times.expect("step", newest.size * together)
         while len(jobs) > 1 and len(jobs) * takes > self.policy.backlog_seconds and jobs[0].in_backlog:
             self._drop(jobs[0], "full")
 
-    def _queue_prediction(self, job: Job, queued: bool) -> None:
+    def _queue_prediction(self, job: Job, queued: bool = True) -> None:
         """Answer a request by a prediction; ``queued``: it stays in its stream's queue, to be learned later."""
         self.predictions.append(job)
         self._prediction_images += job.size
@@ -238,42 +257,29 @@ class Scheduler:
         if not job.queued:
             return
         self._move(job, job.state, queued=False)
-        self._discard_id(job)
         self.dropped[reason] += 1
-        self.queues[job.stream].jobs.remove(job)  # type: ignore[index]
-        self._remove_if_empty(job.stream)  # type: ignore[arg-type]
-
-    def _discard_id(self, job: Job) -> None:
-        if job.stream is not None and job.request_id is not None:
-            self._ids.discard((job.stream, job.request_id))
+        self.queues[job.stream].jobs.remove(job)
+        self._remove_if_empty(job.stream)
 
     def will_learn(self, stream: str, request_id: str) -> bool:
         """Return whether a request with this id is in the stream's queue or is being stepped."""
-        return (stream, request_id) in self._ids
+        queued = self.queues[stream].jobs if stream in self.queues else ()
+        stepping = [] if self.stepping is None else [job for job in self.stepping.jobs if job.stream == stream]
+        return any(job.request_id == request_id for job in (*queued, *stepping))
 
-    def _remove_if_empty(self, stream: str) -> None:
+    def _remove_if_empty(self, stream: str | None) -> None:
         queue = self.queues[stream]
         if not (queue.jobs or queue.busy or queue.holders):
             del self.queues[stream]
 
-    def _suspend(self, stream: str, reason: str) -> None:
-        """Drop a stream's queue; requests without an answer are predicted."""
-        for job in list(self.queues[stream].jobs):
-            awaited = job.awaits_step
-            self._drop(job, reason)
-            if awaited:
-                self._queue_prediction(job, queued=False)
-
     def withdraw(self, stream: str, reason: str) -> list[Job]:
         """Drop a stream's queue, and return the requests that awaited a step, to be offered again."""
-        queue = self.queues.get(stream)
-        awaiting = []
-        for job in list(queue.jobs) if queue else ():
-            if job.awaits_step:
-                awaiting.append(job)
-                self.take_back(job, reason)
-            else:
-                self._drop(job, reason)
+        jobs = list(self.queues[stream].jobs) if stream in self.queues else []
+        awaiting = [job for job in jobs if job.awaits_step]
+        for job in jobs:
+            self._drop(job, reason)
+        for job in awaiting:
+            self._move(job, JobState.NEW, queued=False)
         return awaiting
 
     def take_back(self, job: Job, reason: str) -> None:
@@ -291,14 +297,11 @@ class Scheduler:
         self._prediction_images = 0
         return abandoned + predictions
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
     def next_step(self, now: float) -> list[Job]:
         """Return the requests to step together now; empty: none, or not yet."""
         if self.stepping is not None or (not self._awaiting and not self._has_time_to_learn(now)):
             return []
-        chosen: list[Job] = []
-        size, tightest, shape = 0, math.inf, None
+        chosen, size, tightest, shape = list[Job](), 0, math.inf, None
         for job in self._heads(now):
             kind = (job.images.shape[1:], job.images.dtype)
             if shape not in (None, kind):
@@ -312,7 +315,7 @@ class Scheduler:
         if not chosen or not self._is_due(chosen, size, now):
             return []
         for job in chosen:
-            queue = self.queues[job.stream]  # type: ignore[index]
+            queue = self.queues[job.stream]
             self._move(job, job.state, queued=False)
             queue.jobs.popleft()
             queue.busy, job.launched = True, now
@@ -324,22 +327,20 @@ class Scheduler:
         free = [(stream, queue) for stream, queue in self.queues.items() if queue.jobs and not queue.busy]
         for stream, _ in free:
             if (reason := self.blocked(stream)) is not None:
-                self._suspend(stream, reason)
+                for job in self.withdraw(stream, reason):
+                    self._queue_prediction(job, queued=False)
         for _, queue in free:
             for job in list(queue.jobs) if queue.awaiting else ():
-                if job.awaits_step and self._is_late(job, now):
-                    self._queue_prediction(job, queued=True)  # it is learned later
+                if not job.awaits_step or job.deadline == math.inf:
+                    continue
+                if now < self.relief_until or now + self.times.expect("step", job.size) > job.deadline:
+                    self._queue_prediction(job)
         left = [queue for _, queue in free if queue.jobs]  # limits of the backlog may have emptied some
         yield from (queue.jobs[0] for queue in sorted(left, key=lambda q: (not q.awaiting, q.jobs[0].arrived)))
 
-    def _is_late(self, job: Job, now: float) -> bool:
-        if job.deadline == math.inf:
-            return False
-        return now < self.relief_until or now + self.times.expect("step", job.size) > job.deadline
-
     def _is_due(self, chosen: list[Job], size: int, now: float) -> bool:
         """Return whether a batch is launched now; else it waits for more requests, or for predictions."""
-        awaited = [job for job in chosen if self.queues[job.stream].awaiting]  # type: ignore[index]
+        awaited = [job for job in chosen if self.queues[job.stream].awaiting]
         if not awaited:
             return self._has_time_to_learn(now)
         full = len(chosen) >= self.policy.streams or size >= self.policy.images
@@ -355,20 +356,14 @@ class Scheduler:
         running, self.stepping = self.stepping, None
         self.times.observe("step", _images(running.jobs), now - running.since)
         for job in running.jobs:
-            self._discard_id(job)
-            self.release(job.stream)  # type: ignore[arg-type]
-
-    # -- predictions --------------------------------------------------------------------------------------------------
+            self.release(job.stream)
 
     def next_prediction(self, now: float) -> tuple[list[Job], Refused]:
         """Return the requests to predict together now, which may be none, and those that would be late."""
         if self.predicting is not None:
             return [], {}
-        candidates: list[Job] = []
-        later: list[Job] = []
-        late: list[Job] = []
-        names: set[str | None] = set()
-        size = 0
+        candidates, later, late = list[Job](), list[Job](), list[Job]()
+        names, size = set[str | None](), 0
         for job in self.predictions:
             if job.state is JobState.DONE:
                 continue
@@ -389,9 +384,9 @@ class Scheduler:
         self.predictions = deque(j for j in self.predictions if j.state is not JobState.DONE and j not in taken)
         self._prediction_images = _images(self.predictions)
         refused = {job: self._refuse(job, now) for job in late}
+        for job in chosen:
+            job.launched = now
         if chosen:
-            for job in chosen:
-                job.launched = now
             self.predicting = RunningBatch(chosen, now, now + self.times.expect("predict", _images(chosen)))
         return chosen, refused
 
@@ -401,8 +396,7 @@ class Scheduler:
         A batch grows as long as all its requests are in time. If the rest would then be late, and a larger batch
         answers more requests a second, the larger one is taken, without those that it would make late.
         """
-        small: list[Job] = []
-        size, tightest = 0, math.inf
+        small, size, tightest = list[Job](), 0, math.inf
         for job in candidates:
             until = min(tightest, job.deadline)
             if not small or now + self.times.expect("predict", size + job.size) <= until:
@@ -424,8 +418,6 @@ class Scheduler:
         assert self.predicting is not None
         running, self.predicting = self.predicting, None
         self.times.observe("predict", _images(running.jobs), now - running.since)
-
-    # -- answers and time ---------------------------------------------------------------------------------------------
 
     def answer(self, job: Job) -> bool:
         """Note that a request has its answer; return False if it had one already."""
@@ -457,7 +449,7 @@ class Scheduler:
             if job.deadline <= now:
                 refused[job] = self._refuse(job, now)
             elif job.awaits_step:
-                self._queue_prediction(job, queued=True)  # it is learned later
+                self._queue_prediction(job)
         return refused
 
     def wake(self, now: float) -> float:
@@ -473,8 +465,6 @@ class Scheduler:
                 moment = min(moment, self.relief_until)
         return moment
 
-    # -- holding a stream ---------------------------------------------------------------------------------------------
-
     def hold(self, stream: str, granted: Callable[[], None]) -> None:
         """Keep a stream from being stepped, from the moment ``granted`` is called until `release`."""
         queue = self.queues.setdefault(stream, StreamQueue())
@@ -484,7 +474,7 @@ class Scheduler:
             queue.busy = True
             granted()
 
-    def release(self, stream: str) -> None:
+    def release(self, stream: str | None) -> None:
         """End a step or a hold of a stream; the next holder gets it, or its requests go on."""
         queue = self.queues[stream]
         if queue.holders:

@@ -75,11 +75,6 @@ class Principal:
                 f"role {NEEDS[action]}"
             )
 
-    def check_all_streams(self, action: str) -> None:
-        """Raise `Forbidden` if the token is not for all streams."""
-        if self.token.streams:
-            raise Forbidden(f"the token {self.token.name!r} is for some streams; {action} needs one for all streams")
-
     def may_learn(self, images: int) -> bool:
         """Return whether images may be learned from now, within the rate; if so, they count.
 
@@ -133,25 +128,12 @@ class Access:
         """
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise Forbidden(f"a page of {origin[:80]!r} sent this; only pages of this server may")
-        if self._hosts and _host_name(host) not in self._hosts:
+        name = (host[1:].partition("]") if host.startswith("[") else host.partition(":"))[0]  # without the port
+        if self._hosts and name.lower() not in self._hosts:
             raise Forbidden(
                 f"the header Host names {host[:80]!r}; expected {' or '.join(sorted(self._hosts))}. "
                 "Give the server tokens, or its name as host_names (tribe serve --set server.host_names=NAME)"
             )
-
-
-def _host_name(host: str) -> str:
-    """Return the name in a header Host, without the port.
-
-    >>> _host_name("[::1]:8000"), _host_name("localhost:8000"), _host_name("LOCALHOST")
-    ('::1', 'localhost', 'localhost')
-    """
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
 
 
 class TokenEntry(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,14 +162,13 @@ def read_tokens(path: str | PathLike[str]) -> list[Token]:
         raise ValueError(f"{path}: {error}. See the section Security of docs/serving.md") from None
     if not entries:
         raise ValueError(f"{path} has no tokens; leave it out to let everybody do everything")
-    tokens = [_token(str(path), entry) for entry in entries]
+    tokens = []
+    for entry in entries:
+        if (entry.token is None) == (entry.sha256 is None):
+            raise ValueError(f"{path}: the token {entry.name[:40]!r} needs either token or sha256")
+        digest = entry.sha256 or hashlib.sha256((entry.token or "").encode()).hexdigest()
+        rates = entry.most_streams, entry.images_per_second
+        tokens.append(Token(entry.name, digest, entry.streams, entry.role, *rates))
     if len({token.digest for token in tokens}) < len(tokens):
         raise ValueError(f"{path} has the same token twice; expected one entry for each token")
     return tokens
-
-
-def _token(place: str, entry: TokenEntry) -> Token:
-    if (entry.token is None) == (entry.sha256 is None):
-        raise ValueError(f"{place}: the token {entry.name[:40]!r} needs either token or sha256")
-    digest = entry.sha256 or hashlib.sha256((entry.token or "").encode()).hexdigest()
-    return Token(entry.name, digest, entry.streams, entry.role, entry.most_streams, entry.images_per_second)

@@ -23,7 +23,6 @@ from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
 from tribe.serve.protocol import ModelInfo
-from tribe.serve.rpc import listening
 from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
 from tribe.serve.store import open_store
@@ -31,29 +30,26 @@ from tribe.serve.worker import Worker
 from tribe.streams import fleet
 from tribe.streams.names import check_stream_name
 
+HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
 DRAIN = 10.0  # seconds that open requests get when the server stops
 
+Tokens = str | PathLike[str] | Sequence[Token] | None  # a file, or tokens
 Tls = tuple[str | PathLike[str], str | PathLike[str]]  # PEM files: the certificate chain and its key
 
 
 class Listener:
     """Listen for HTTP and gRPC: in a thread (``with``, `start`, `stop`), or in this thread until a signal (`run`).
 
-    Args:
-        service: the worker, and who may use it.
-        host: the address to listen on.
-        port: of HTTP; 0 takes a free one.
-        grpc_port: of gRPC, the extra `grpc`; None: no gRPC; 0 takes a free one.
-        tls: PEM files with the certificate chain and its key; None: no TLS.
+    The arguments are those of `Server`; ``service`` is the worker, and who may use it.
     """
 
     def __init__(
         self,
         service: Service,
         *,
-        host: str = "127.0.0.1",
+        host: str = HOST,
         port: int = 8000,
         grpc_port: int | None = None,
         tls: Tls | None = None,
@@ -87,18 +83,16 @@ class Listener:
 
     def _bind(self) -> socket.socket:
         """Take the port, or raise an error that names it."""
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             # With the protocol named, asyncio turns off Nagle's algorithm, which would delay answers by 40 ms.
+            family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
             taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind((self.host, self.port))
             taken.listen(BACKLOG)
         except OSError as error:
-            raise OSError(
-                f"cannot listen on {self.host} port {self.port}: {error.strerror or error}. Choose another with "
-                "--port, or 0 for a free one"
-            ) from error
+            words = f"cannot listen on {self.host} port {self.port}: {error.strerror or error}"
+            raise OSError(f"{words}. Choose another with --port, or 0 for a free one") from error
         self.port = taken.getsockname()[1]
         return taken
 
@@ -177,9 +171,13 @@ class Listener:
             async with contextlib.AsyncExitStack() as stack:
                 await stack.enter_async_context(self.service.running())
                 if self.grpc_port is not None:
-                    self.grpc_port = await stack.enter_async_context(
-                        listening(self.service, self._address(self.grpc_port), self._tls)
-                    )
+                    try:
+                        from tribe.serve.rpc import listening
+                    except ImportError as error:
+                        words = f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'"
+                        raise ImportError(words) from error
+                    listens = listening(self.service, self._address(self.grpc_port), self._tls)
+                    self.grpc_port = await stack.enter_async_context(listens)
                 self._server = _Uvicorn(config, self.app.handlers.closing, ready, signals)
                 await self._server.serve([taken])
         finally:
@@ -259,10 +257,10 @@ class Server(Listener):
         shape: Sequence[int | None] | None = None,
         labels: Sequence[str] = (),
         policy: Policy | None = None,
-        host: str = "127.0.0.1",
+        host: str = HOST,
         port: int = 8000,
         grpc_port: int | None = None,
-        tokens: str | PathLike[str] | Sequence[Token] | None = None,
+        tokens: Tokens = None,
         limits: Limits | None = None,
         host_names: Sequence[str] = (),
         tls: Tls | None = None,
@@ -298,9 +296,7 @@ def new_service(
     return Service(Worker(streams, store, policy=policy, model=name), info, access, limits, store)
 
 
-def new_access(
-    tokens: str | PathLike[str] | Sequence[Token] | None, host: str = "127.0.0.1", host_names: Sequence[str] = ()
-) -> Access:
+def new_access(tokens: Tokens, host: str = HOST, host_names: Sequence[str] = ()) -> Access:
     """Return the users of a server: without tokens, one on this machine is called by names of this machine alone."""
     entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens or ()
     return Access(entries, (*LOOPBACK, host, *host_names) if not entries and is_loopback(host) else ())
@@ -333,8 +329,7 @@ def is_loopback(host: str) -> bool:
 def shorten_collections() -> None:
     """Exclude all objects that exist now from garbage collection, in a process that serves from now on.
 
-    A full collection stops every thread. Over the million objects that torch and its modules have it takes 0.1 to
-    0.2 s, every few seconds under load; over the objects of requests it takes some milliseconds.
+    A full collection over the million objects of torch stops every thread for 0.1 to 0.2 s, every few seconds.
     """
     gc.collect()
     gc.freeze()

@@ -1,35 +1,80 @@
-"""A worker and its users, shared by HTTP and gRPC: check the rights, call the worker, turn its errors into answers."""
+"""A worker and its users, shared by HTTP and gRPC: check the rights, call the worker, keep the last frames."""
 
-import asyncio
+import io
 import logging
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from tribe.data.images import require_pillow
 from tribe.serve.config import Limits
-from tribe.serve.errors import (
-    BadInput,
-    Conflict,
-    NotFound,
-    NotOwner,
-    NotStored,
-    Overloaded,
-    ServeError,
-    TooMany,
-    Unavailable,
-    WrongState,
-)
-from tribe.serve.execution import InferResult
-from tribe.serve.protocol import InferRequest, ModelInfo
+from tribe.serve.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
+from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
 from tribe.serve.security import Access, Principal
 from tribe.serve.store import StoreDamaged, StreamStore
-from tribe.serve.thumbnails import Thumbnails
 from tribe.serve.worker import Worker
 
-T = TypeVar("T")
+SIDE = 96  # most pixels of a thumbnail's side
 log = logging.getLogger("tribe.serve")
+
+
+class Thumbnail(NamedTuple):
+    """The last frame of a stream, small, for people."""
+
+    pixels: NDArray[np.uint8]  # (H, W) or (H, W, 3)
+    number: int  # of the frame: another number, another frame
+
+    def encode(self) -> bytes:
+        """Return the frame as a PNG."""
+        file = io.BytesIO()
+        require_pillow("thumbnails").fromarray(self.pixels).save(file, "PNG")
+        return file.getvalue()
+
+
+class Thumbnails:
+    """The last frames of streams, at most ``limit`` bytes: the oldest are dropped first. Used on the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes, self._frames = limit, 0, 0
+        self._thumbnails: OrderedDict[str, Thumbnail] = OrderedDict()
+
+    def update(self, stream: str, images: Tensor) -> None:
+        """Keep the last of some images (B, C, H, W) in [0, 1], if it can be shown: one channel or three."""
+        if not self.limit or images.dim() != 4 or images.shape[1] not in (1, 3):
+            return
+        self.drop(stream)
+        pixels = shrink(images[-1])
+        self._frames += 1
+        self._thumbnails[stream] = Thumbnail(pixels, self._frames)
+        self.bytes += pixels.nbytes
+        while self.bytes > self.limit:
+            self.drop(next(iter(self._thumbnails)))
+
+    def drop(self, stream: str) -> None:
+        """Drop the frame of a stream."""
+        if (old := self._thumbnails.pop(stream, None)) is not None:
+            self.bytes -= old.pixels.nbytes
+
+    def get(self, stream: str) -> Thumbnail | None:
+        """Return the last frame of a stream."""
+        return self._thumbnails.get(stream)
+
+
+def shrink(image: Tensor) -> NDArray[np.uint8]:
+    """Return every n-th pixel of an image (C, H, W) in [0, 1], at most 96 a side: (H, W), or (H, W, 3).
+
+    >>> shrink(__import__("torch").ones(1, 200, 10)).shape
+    (67, 4)
+    """
+    every = max(1, -(-max(image.shape[1:]) // SIDE))
+    small = image[:, ::every, ::every].detach().cpu().nan_to_num(0.0).clamp(0, 1).mul(255).round().byte().numpy()
+    return np.ascontiguousarray(small[0] if len(small) == 1 else small.transpose(1, 2, 0))
 
 
 class Service:
@@ -88,36 +133,28 @@ class Service:
             if user.token.most_streams is not None or not user.can("create"):
                 await self._admit(stream, user)
             learn = learn and user.can("learn") and user.may_learn(len(images))
-        result = await translated(
-            self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
-        )
+        with translated():
+            result = await self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
         if stream is not None and request.end:
-            await self._end(stream)
+            self.thumbnails.drop(stream)
+            try:
+                await self.worker.control("end", stream)
+            except Exception as error:  # it is logged: an error would say that nothing was learned
+                words = "stream %r was not released after its last request, and stays until it is idle: %s"
+                log.warning(words, stream, error)
         elif stream is not None and self.thumbnails.limit:
             self.thumbnails.update(stream, images)
         return result
 
-    async def _end(self, stream: str) -> None:
-        """End a stream after its last request. A failure is logged: an error would say that nothing was learned."""
-        self.thumbnails.drop(stream)
-        try:
-            await self.worker.control("end", stream)
-        except Exception as error:
-            words = "stream %r was not released after its last request, and stays until it is idle: %s"
-            log.warning(words, stream, error)
-
     async def _admit(self, stream: str, user: Principal) -> None:
         """Raise for a stream that does not exist, if the token may not create it or has as many as it may."""
-        try:
-            self.worker.stream(stream)
+        if stream in self.worker.sessions.by_name:
             return
-        except LookupError:
-            stored = await translated(self.worker.stored(user.token.streams))
-        if stream in stored:
+        names = {*filter(user.can_access, self.worker.sessions.by_name), *await self.stored(user)}
+        if stream in names:
             return
         if not user.can("create"):
             raise NotFound(f"no stream {stream!r}, and the token {user.token.name!r} may not create one")
-        names = {each["name"] for each in self.worker.streams() if user.can_access(each["name"])} | stored
         if user.token.most_streams is not None and len(names) >= user.token.most_streams:
             raise TooMany(
                 f"the token {user.token.name!r} has {len(names)} streams, as many as it may; delete one with "
@@ -131,48 +168,49 @@ class Service:
             await self._admit(stream, user)
         elif action in ("drop", "end"):
             self.thumbnails.drop(stream)
-        return await translated(self.worker.control(action, stream, **arguments))
+        with translated():
+            return await self.worker.control(action, stream, **arguments)
 
     def describe(self, stream: str, user: Principal) -> dict[str, Any]:
         """Return the description of a stream."""
         user.check("see", stream)
-        try:
+        with translated():
             return self._with_thumbnail(self.worker.stream(stream))
-        except LookupError as error:
-            raise NotFound(_message(error)) from None
 
     def describe_all(self, user: Principal) -> list[dict[str, Any]]:
         """Return the descriptions of the streams of a token."""
         return [self._with_thumbnail(each) for each in self.worker.streams() if user.can_access(each["name"])]
 
     def _with_thumbnail(self, description: dict[str, Any]) -> dict[str, Any]:
-        number = self.thumbnails.number(description["name"])
-        return description if number is None else description | {"thumbnail": number}
+        frame = self.thumbnails.get(description["name"])
+        return description if frame is None else description | {"thumbnail": frame.number}
 
     async def stored(self, user: Principal) -> list[str]:
         """Return the names of the token's streams in the store."""
-        return sorted(await translated(self.worker.stored(user.token.streams)))
+        with translated():
+            return sorted(await self.worker.stored(user.token.streams))
 
     async def get_state(self, stream: str, user: Principal) -> bytes:
         """Return the state file of a stream."""
         user.check("get_state", stream)
-        return await translated(self.worker.get_state(stream))
+        with translated():
+            return await self.worker.control.get_state(stream)
 
     async def put_state(self, stream: str, data: bytes, user: Principal) -> dict[str, Any]:
         """Replace the state of a stream; a state that does not fit is a conflict."""
         await self._admit(stream, user)
         try:
-            return await translated(self.worker.put_state(stream, data))
+            with translated():
+                return await self.worker.control("put_state", stream, data=data)
         except BadInput as error:
             raise Conflict(str(error)) from error
 
 
-async def translated(call: Awaitable[T]) -> T:
-    """Await a call of the worker; raise its errors as a `ServeError`."""
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise errors of the worker as a `ServeError`."""
     try:
-        return await call
-    except (ServeError, asyncio.CancelledError):
-        raise
+        yield
     except LookupError as error:
         raise NotFound(_message(error)) from error
     except StoreDamaged as error:
@@ -181,10 +219,6 @@ async def translated(call: Awaitable[T]) -> T:
         raise BadInput(_message(error)) from error
     except torch.OutOfMemoryError as error:
         raise Unavailable(f"not enough memory for this request: {_message(error)}. Send fewer images") from error
-    except Overloaded as error:
-        raise Unavailable(_message(error), error.retry_after) from error
-    except (NotOwner, NotStored, WrongState) as error:
-        raise Conflict(_message(error)) from error
     except OSError as error:  # the store fails
         raise Unavailable(_message(error)) from error
 

@@ -1,6 +1,11 @@
-"""The streams of a worker: opened at the first request, renewed, followed where others own them, released when idle.
+"""The streams of a worker: opened at the first request, renewed, stored, followed where others own them, released.
 
 Functions that call the store or change the fleet run in threads. All bookkeeping is on the event loop.
+
+States are written behind: those that changed are stored in rounds, the oldest change first. A stream is held while its
+state is turned into bytes, so that the bytes, the clock and the request ids belong together; predictions go on. The
+writing itself holds nothing. Streams are held together, because each has to wait for the step that runs, and small
+states are stored together, because each transaction waits for the disk.
 """
 
 import asyncio
@@ -10,18 +15,20 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
 from tribe.serve.errors import NotOwner, NotStored, UnknownStream, WrongState
-from tribe.serve.execution import read_reports
-from tribe.serve.runtime import Runtime
-from tribe.serve.session import Mark, StreamSession
-from tribe.serve.store import Claim, Stored, StoreDamaged, StoreDown, StreamStore
-from tribe.serve.writer import Writer
+from tribe.serve.runtime import Mark, Runtime, StreamSession, read_reports
+from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
 from tribe.streams import Fleet
+
+TOGETHER = 64  # most streams that are held at the same time
+TRANSACTION = 2**24  # bytes of states that are stored at once; a larger state is stored alone
+
+Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with what belongs to it
 
 
 def new_owner() -> str:
@@ -89,12 +96,7 @@ def _install(fleet: Fleet, name: str, blob: bytes | None) -> dict[str, Any]:
 
 
 class Sessions:
-    """Opens and closes the streams of a worker.
-
-    Args:
-        runtime: of the worker.
-        on_closed: called with the name of a stream that is gone, while it is held.
-    """
+    """Opens and closes the streams of a worker; ``on_closed`` is called with one that is gone, while it is held."""
 
     def __init__(self, runtime: Runtime, on_closed: Callable[[str], None]) -> None:
         self.runtime, self.fleet, self.store, self.policy = runtime, runtime.fleet, runtime.store, runtime.policy
@@ -102,8 +104,6 @@ class Sessions:
         self.by_name: dict[str, StreamSession] = {}
         self.writer = None if self.store is None else Writer(runtime, self.store, self.lose)
         self._opening: dict[str, asyncio.Task[StreamSession]] = {}
-
-    # -- opening ------------------------------------------------------------------------------------------------------
 
     def ready(self, name: str) -> StreamSession | None:
         """Return a stream that can be answered for at once; None: it must be opened, or looked up again."""
@@ -125,17 +125,23 @@ class Sessions:
         return await asyncio.shield(task)
 
     async def _open(self, name: str) -> StreamSession:
-        session, store, now = self.by_name.get(name), self.store, self.runtime.clock()
+        session, writer, now = self.by_name.get(name), self.writer, self.runtime.clock()
         if session is not None and session.role == "owned":
             return session
-        if store is None:
-            return await self._open_without_store(name, now)
-        mark = session.mark if session is not None else None
-        owner, lease = self.runtime.owner, self.policy.lease
+        if writer is None:
+            if name not in self.fleet:
+                await self.runtime.run("states", lambda: self.fleet.add(name))
+            report = await self.runtime.run("states", lambda: read_reports(self.fleet, [name])[name])
+            session = self.by_name[name] = StreamSession(name, "owned", now)
+            session.note_report(report)
+            self.runtime.events.add("opened", "a new stream", name)
+            return session
+        store, owner, lease = writer.store, self.runtime.owner, self.policy.lease
+        mark = None if session is None else session.mark
         try:
             found = await self.runtime.run("claims", lambda: look_up(store, name, owner, lease, mark))
         except StoreDown as error:
-            self.note_failure(error)
+            writer.note_failure(error)
             if session is None:
                 session = self.by_name[name] = StreamSession(name, "unreachable", now, loaded=False)
             session.looked_up = now
@@ -153,15 +159,6 @@ class Sessions:
                 "was stored with, or delete the stream"
             ) from error
         self.by_name[name] = session
-        return session
-
-    async def _open_without_store(self, name: str, now: float) -> StreamSession:
-        if name not in self.fleet:
-            await self.runtime.run("states", lambda: self.fleet.add(name))
-        report = await self.runtime.run("states", lambda: read_reports(self.fleet, [name])[name])
-        session = self.by_name[name] = StreamSession(name, "owned", now)
-        session.note_report(report)
-        self.runtime.events.add("opened", "a new stream", name)
         return session
 
     async def _load(self, session: StreamSession, found: LookupResult, asked: float) -> None:
@@ -183,8 +180,6 @@ class Sessions:
             words = "another worker owns it: predictions come from its last stored state"
             self.runtime.events.add("followed", words, name)
 
-    # -- leases -------------------------------------------------------------------------------------------------------
-
     def blocked(self, name: str) -> str | None:
         """Return why a stream must not learn now: owner, lease or lag; None: it may."""
         session = self.by_name.get(name)
@@ -193,22 +188,19 @@ class Sessions:
         now = self.runtime.clock()
         if now >= session.learn_until:
             return "lease"
-        return "lag" if self.lag(session, now) > self.policy.lag else None
-
-    def lag(self, session: StreamSession, now: float) -> float:
-        """Return the age of the oldest step that is not stored; 0 without a store."""
-        return 0.0 if self.store is None else session.lag(now)
+        return "lag" if session.lag(now) > self.policy.lag else None
 
     async def renew(self) -> None:
         """Renew all leases. A stream whose claim is lost is dropped; its next request looks it up."""
-        store, asked = self.store, self.runtime.clock()
+        writer, asked = self.writer, self.runtime.clock()
         claims = {name: session.claim for name, session in self.by_name.items() if session.claim is not None}
-        if store is None or not claims:
+        if writer is None or not claims:
             return
+        held, lease = list(claims.values()), self.policy.lease
         try:
-            renewed = await self.runtime.run("claims", lambda: store.renew(list(claims.values()), self.policy.lease))
+            renewed = await self.runtime.run("claims", lambda: writer.store.renew(held, lease))
         except StoreDown as error:
-            self.note_failure(error)
+            writer.note_failure(error)
             return
         for name, claim in claims.items():
             session = self.by_name.get(name)
@@ -249,16 +241,9 @@ class Sessions:
         except BaseException as error:
             session.lost()
             session.claim = claim
-            if isinstance(error, StoreDown):
-                self.note_failure(error)
+            if isinstance(error, StoreDown) and self.writer is not None:
+                self.writer.note_failure(error)
             raise
-
-    def note_failure(self, error: StoreDown) -> None:
-        """Note that the store failed; see `Writer.note_failure`."""
-        if self.writer is not None:
-            self.writer.note_failure(error)
-
-    # -- releasing ----------------------------------------------------------------------------------------------------
 
     async def release(self, session: StreamSession) -> None:
         """Store a stream if it changed, end its claim, and forget it. Without a store it stays in the fleet.
@@ -267,10 +252,9 @@ class Sessions:
             StoreDown: the store failed, and the stream stays.
             NotStored: its state cannot be stored, and the stream stays.
         """
-        if self.store is None or self.writer is None:
-            return
-        await self.writer.write(session)
-        await self.runtime.finish(self._release_stored(session, self.store))
+        if self.writer is not None:
+            await self.writer.write(session)
+            await self.runtime.finish(self._release_stored(session, self.writer.store))
 
     async def _release_stored(self, session: StreamSession, store: StreamStore) -> None:
         async with self.runtime.hold(session.name):
@@ -296,9 +280,8 @@ class Sessions:
 
     async def delete(self, session: StreamSession) -> None:
         """Delete the stored states of an owned stream, and forget it."""
-        store = self.store
         async with self.runtime.hold(session.name):
-            claim = self._check_still_here(session)
+            claim, store = self._check_still_here(session), self.store
             with self._suspend_learning_on_error(session):
                 session.lost()
                 if claim is not None and store is not None:
@@ -347,3 +330,127 @@ class Sessions:
                 f"stream {session.name!r} was released or lost at this moment; nothing was changed. Try again"
             )
         return session.claim
+
+
+class Writer:
+    """Stores the states of owned streams; ``on_fenced`` is called with one that another worker owns now, and why."""
+
+    def __init__(
+        self, runtime: Runtime, store: StreamStore, on_fenced: Callable[[StreamSession, str], Awaitable[None]]
+    ) -> None:
+        self.runtime, self.policy, self.store, self._on_fenced = runtime, runtime.policy, store, on_fenced
+        self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
+        self._size = 0  # bytes of the last state
+        self._failures = 0
+        self._paused_until = 0.0
+
+    @property
+    def down(self) -> bool:
+        """Return whether the last call of the store failed."""
+        return self._failures > 0
+
+    async def round(self, sessions: Iterable[StreamSession]) -> None:
+        """Store the streams that changed, the oldest change first, up to the bytes of a round."""
+        if self.runtime.clock() < self._paused_until:
+            return
+        changed = [session for session in sessions if session.dirty_since is not None and session.claim is not None]
+        changed.sort(key=lambda session: session.dirty_since or 0.0)
+        written = 0
+        while changed and written < self.policy.write_bytes:
+            # States of one fleet have one size, so that the last one says how many fit.
+            count = min(TOGETHER, max(1, (self.policy.write_bytes - written) // self._size)) if self._size else 1
+            group, changed = changed[:count], changed[count:]
+            try:
+                written += await self._write(group)
+            except StoreDown:
+                return
+
+    async def write(self, session: StreamSession) -> None:
+        """Store one stream if it has changed.
+
+        Raises:
+            StoreDown: nothing was stored.
+            NotStored: its state cannot be stored. It counts as changed, and is tried again.
+        """
+        await self._write([session])
+        if session.unstorable is not None:
+            raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}")
+
+    async def _write(self, group: Sequence[StreamSession]) -> int:
+        """Store streams, and return how many bytes. All are held at the same time: else each would wait for a step."""
+        async with self._lock:
+            try:
+                captured = await asyncio.gather(*map(self._capture, group), return_exceptions=True)
+                for session, one in zip(group, captured, strict=True):
+                    if isinstance(one, BaseException):
+                        self._report_failure(session, one)
+                good = [one for one in captured if one is not None and not isinstance(one, BaseException)]
+                written, part = 0, list[Captured]()
+                for one in good:  # as many at a time as one transaction takes
+                    if part and sum(len(write.blob) for _, write in (*part, one)) > TRANSACTION:
+                        written += await self._store(part)
+                        part = []
+                    part.append(one)
+                return written + (await self._store(part) if part else 0)
+            finally:  # what was captured and not stored counts as changed: `stop` cancels a round anywhere
+                for session in group:
+                    if session.writing_since is not None:
+                        session.dirty_since, session.writing_since = session.writing_since, None
+
+    async def _capture(self, session: StreamSession) -> Captured | None:
+        """Return the state of a stream as bytes, with what belongs to it; None: there is nothing to store."""
+        if session.claim is None:
+            return None
+        async with self.runtime.hold(session.name):
+            if session.dirty_since is None or session.claim is None:
+                return None
+            blob = await self.runtime.run("writer", lambda: self.runtime.fleet.to_bytes(session.name))
+            if session.claim is None:  # lost meanwhile
+                return None
+            session.writing_since, session.dirty_since = session.dirty_since, None
+            return session, Write(session.claim, blob, session.clock, tuple(session.recent))
+
+    async def _store(self, captured: Sequence[Captured]) -> int:
+        """Store captured states in one transaction, and return how many bytes."""
+        writes = [write for _, write in captured]
+        try:
+            refused = await self.runtime.run("writer", lambda: self.store.write(writes))
+        except StoreDown as error:
+            self.note_failure(error)
+            raise
+        if self._failures:
+            self.runtime.events.add("store-up", "the store works again")
+        self._failures, self._paused_until, written = 0, 0.0, 0
+        for session, write in captured:
+            reason = refused.get(session.name)
+            if reason is None:
+                session.writing_since = session.unstorable = None
+                self._size = len(write.blob)
+                self.runtime.metrics.writes.inc()
+                self.runtime.metrics.write_bytes.inc(len(write.blob))
+                written += len(write.blob)
+            elif isinstance(reason, Fenced):
+                session.writing_since = None
+                if session.claim is None or session.claim.generation == write.claim.generation:
+                    self.runtime.metrics.fenced.inc()
+                    await self._on_fenced(session, str(reason))  # else it was claimed anew, and this state was replaced
+            else:
+                self._report_failure(session, reason)  # and it counts as changed again
+        return written
+
+    def _report_failure(self, session: StreamSession, error: BaseException) -> None:
+        """Note that a state cannot be stored for a reason of its own, such as a number that is not finite."""
+        self.runtime.metrics.store_errors.inc()
+        reported, session.unstorable = session.unstorable is not None, str(error)
+        if not reported:
+            self.runtime.events.add("not-stored", f"it cannot be stored: {error}", session.name, logging.ERROR)
+
+    def note_failure(self, error: Exception) -> None:
+        """Pause because the store failed, longer each time; the first time, add an event."""
+        self.runtime.metrics.store_errors.inc()
+        pause = min(self.policy.retry_most, self.policy.retry * 2**self._failures)
+        self._failures = min(self._failures + 1, 30)
+        self._paused_until = self.runtime.clock() + pause
+        if self._failures == 1:
+            words = f"the store fails: {error}. Streams go on; their learning is not stored until it works again"
+            self.runtime.events.add("store-down", words, level=logging.ERROR)

@@ -5,31 +5,31 @@ The event loop decides, in a `Scheduler`. Threads do what takes time; see `Runti
 
 import asyncio
 import contextlib
-import functools
 import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from prometheus_client.core import CounterMetricFamily
 from torch import Tensor
 
 from tribe.health import Event
 from tribe.methods.pipeline import Pipeline
-from tribe.serve import execution
 from tribe.serve.config import Policy
-from tribe.serve.controls import Action, Controls
+from tribe.serve.controls import Controls
 from tribe.serve.errors import Overloaded, UnknownStream
-from tribe.serve.execution import InferResult, Outcome
-from tribe.serve.runtime import Runtime
+from tribe.serve.protocol import InferResult
+from tribe.serve.runtime import Runtime, StreamSession, Thread, read_reports
 from tribe.serve.scheduler import Job
-from tribe.serve.session import StreamSession
 from tribe.serve.sessions import Sessions, new_owner
 from tribe.serve.store import StreamStore
 from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
 
+Outcome = InferResult | Exception
 STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")
 log = logging.getLogger("tribe.serve")
 
@@ -60,17 +60,15 @@ class Worker:
         self.runtime = Runtime(fleet, store, self.policy, new_owner() if owner is None else owner, model, clock)
         self.runtime.on_progress = self._advance
         self.metrics, self.log, self.scheduler = self.runtime.metrics, self.runtime.events, self.runtime.scheduler
-        self.sessions = Sessions(self.runtime, self._return_jobs)
+        self.sessions = Sessions(self.runtime, self._place_again)
         self.scheduler.blocked = self.sessions.blocked
-        self._controls = Controls(self.sessions, self.drained, self.stream)
+        self.control = Controls(self.sessions, self.drained, self.stream)
         self._filters = Pipeline.of(fleet.method).filter is not None  # then also a frozen stream changes
         self._alarms: deque[Event] = deque()  # appended in the thread that steps, taken out on the event loop
         self._chores: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends
         self._accepting = self._stopped = False
-
-    # -- life cycle ---------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Begin to serve, in the running event loop."""
@@ -139,8 +137,6 @@ class Worker:
         """Store and release streams that had no request for a while."""
         await self.sessions.release_idle(self._is_busy)
 
-    # -- requests -----------------------------------------------------------------------------------------------------
-
     async def infer(
         self,
         stream: str | None,
@@ -185,31 +181,23 @@ class Worker:
         if job.stream is not None:
             session = self.sessions.ready(job.stream)
             if session is None:
-                session = await self._open(check_stream_name(job.stream), job.deadline)
+                left = None if job.deadline == math.inf else job.deadline - self.clock()
+                try:
+                    async with asyncio.timeout(left):
+                        session = await self.sessions.open(check_stream_name(job.stream))
+                except TimeoutError:
+                    raise Overloaded("the stream could not be opened in time", 1.0) from None
                 if job.reply.done():
                     return  # refused or cancelled meanwhile
             session.images += job.size
             job.source = not session.loaded
-            if job.learn:
-                job.learn = not self._is_repeated(job, session) and self.sessions.blocked(session.name) is None
+            id = job.request_id
+            repeated = id is not None and (id in session.recent or self.scheduler.will_learn(session.name, id))
+            job.learn = job.learn and not repeated and self.sessions.blocked(session.name) is None
         if self._stopped:
             raise Overloaded("the server stops", 1.0)
         self.scheduler.offer(job, self.clock())
         self.pump()
-
-    async def _open(self, stream: str, deadline: float) -> StreamSession:
-        left = None if deadline == math.inf else deadline - self.clock()
-        try:
-            async with asyncio.timeout(left):
-                return await self.sessions.open(stream)
-        except TimeoutError:
-            raise Overloaded("the stream could not be opened in time", 1.0) from None
-
-    def _is_repeated(self, job: Job, session: StreamSession) -> bool:
-        known = job.request_id
-        return known is not None and (known in session.recent or self.scheduler.will_learn(session.name, known))
-
-    # -- batches ------------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Launch what can be launched now, and come back when the next thing is due."""
@@ -221,28 +209,31 @@ class Worker:
         self._launch_prediction(now)
         if jobs := self.scheduler.next_step(now):
             self.metrics.batch_streams.observe(len(jobs))
-            self._launch(functools.partial(execution.step, self.fleet, jobs), "step", self._stepped)
+            self._launch("step", step, jobs, self._stepped)
             self._launch_prediction(now)  # of requests that the choice of the step has turned into predictions
-        self._set_timer(now)
-
-    def _launch_prediction(self, now: float) -> None:
-        jobs, late = self.scheduler.next_prediction(now)
-        for job, error in late.items():
-            _refuse(job, error)
-        if jobs:
-            self._launch(functools.partial(execution.predict, self.fleet, jobs), "predict", self._predicted)
-
-    def _launch(self, run: Callable[[], list[Outcome]], thread: str, done: Callable[[Any], None]) -> None:
-        loop = asyncio.get_running_loop()
-        loop.run_in_executor(self.runtime.threads[thread], run).add_done_callback(done)  # type: ignore[index]
-
-    def _set_timer(self, now: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         moment = self.scheduler.wake(now)
         if moment < math.inf:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - now), self.pump)
+
+    def _launch_prediction(self, now: float) -> None:
+        jobs, late = self.scheduler.next_prediction(now)
+        for job, error in late.items():
+            _refuse(job, error)
+        if jobs:
+            self._launch("predict", predict, jobs, self._predicted)
+
+    def _launch(
+        self,
+        thread: Thread,
+        run: Callable[[Fleet, list[Job]], list[Outcome]],
+        jobs: list[Job],
+        done: Callable[..., None],
+    ) -> None:
+        executor = self.runtime.threads[thread]
+        asyncio.get_running_loop().run_in_executor(executor, run, self.fleet, jobs).add_done_callback(done)
 
     def _stepped(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.stepping
@@ -253,24 +244,24 @@ class Worker:
             if session is not None and isinstance(outcome, InferResult):
                 lost = self.store is not None and session.claim is None  # during the step: it will not be stored
                 before = session.clock
-                self._note_step(session, job, outcome.health or {}, now)
+                # A report that could not be read is empty; the step is committed all the same.
+                report = outcome.health or session.report | {"steps": before + 1}
+                self._note_health(session, report)
+                session.note_report(report)
+                session.note_learned(job.request_id, self.policy.requests)
+                if not session.frozen or self._filters:
+                    session.touch(now)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
                 outcome = outcome._replace(adapted=session.clock != before and not lost, clock=session.clock)
             kind = "adapted" if isinstance(outcome, InferResult) and outcome.adapted else "unchanged"
             self._answer(job, outcome, kind, now)
-        while self._alarms:
-            self._note_alarm(self._alarms.popleft())
+        while self._alarms:  # the log ``tribe.health`` has them already
+            event = self._alarms.popleft()
+            self.metrics.alarm_began(event.kind)
+            numbers = {"image": event.image, "since": event.since} | event.numbers
+            self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
         self.scheduler.step_done(now)
         self._advance()
-
-    def _note_step(self, session: StreamSession, job: Job, report: dict[str, Any], now: float) -> None:
-        if not report:  # it could not be read; the step is committed all the same
-            report = session.report | {"steps": session.clock + 1}
-        self._note_health(session, report)
-        session.note_report(report)
-        session.note_learned(job.request_id, self.policy.requests)
-        if not session.frozen or self._filters:
-            session.touch(now)
 
     def _predicted(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.predicting
@@ -279,7 +270,7 @@ class Worker:
         for job, outcome in zip(running.jobs, _outcomes(future, len(running.jobs)), strict=True):
             if isinstance(outcome, UnknownStream) and not job.reply.done():
                 self.scheduler.take_back(job, "lease")  # the stream was lost while the request waited
-                self._place_again(job)
+                self.runtime.start(self._offer_again(job))
             else:
                 self._answer(job, outcome, "source" if job.stream is None else "predicted", now)
         self.scheduler.prediction_done(now)
@@ -294,10 +285,9 @@ class Worker:
         if not self.scheduler.answer(job) or job.reply.done():
             return
         if not isinstance(outcome, InferResult):
-            job.reply.set_exception(outcome)
+            _refuse(job, outcome)
         elif now > job.deadline:
-            late = f"the answer was {now - job.deadline:.3f} s late"
-            _refuse(job, Overloaded(late, now - job.arrived))
+            _refuse(job, Overloaded(f"the answer was {now - job.deadline:.3f} s late", now - job.arrived))
         else:
             session = self.sessions.by_name.get(job.stream) if job.stream is not None else None
             if session is not None:
@@ -306,28 +296,16 @@ class Worker:
             job.reply.set_result(outcome)
             self.metrics.answered(kind, job.size, job.arrived, job.launched, now)
 
-    def _return_jobs(self, stream: str) -> None:
+    def _place_again(self, stream: str) -> None:
         """Place the requests of a stream again, after it was lost."""
         for job in self.scheduler.withdraw(stream, "lease"):
-            self._place_again(job)
+            self.runtime.start(self._offer_again(job))
 
-    def _place_again(self, job: Job) -> None:
-        async def again() -> None:
-            try:
-                await self._place(job)
-            except Exception as error:
-                if not job.reply.done():
-                    job.reply.set_exception(error)
-
-        self.runtime.start(again())
-
-    # -- alarms -------------------------------------------------------------------------------------------------------
-
-    def _note_alarm(self, event: Event) -> None:
-        """Count an alarm of the fleet, and add it to the events; the log ``tribe.health`` has it already."""
-        self.metrics.alarm_began(event.kind)
-        numbers = {"image": event.image, "since": event.since} | event.numbers
-        self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
+    async def _offer_again(self, job: Job) -> None:
+        try:
+            await self._place(job)
+        except Exception as error:
+            _refuse(job, error)
 
     def _note_health(self, session: StreamSession, report: dict[str, Any]) -> None:
         """Add events for what changes in a stream's health: alarms that are over, and actions of the guard."""
@@ -347,20 +325,6 @@ class Worker:
             self.metrics.returned.inc(returned)
             words = "the guard returned it to its last good state, because something had gone wrong"
             self.log.add("guard-returned", words, session.name, logging.WARNING, returned=report["returned"])
-
-    # -- streams ------------------------------------------------------------------------------------------------------
-
-    async def control(self, action: Action, stream: str, **arguments: Any) -> dict[str, Any]:
-        """Do something to a stream; see `tribe.serve.controls.Controls`."""
-        return await self._controls(action, check_stream_name(stream), **arguments)
-
-    async def get_state(self, stream: str) -> bytes:
-        """Return the state file of a stream: `tribe.load` opens it."""
-        return await self._controls.get_state(check_stream_name(stream))
-
-    async def put_state(self, stream: str, data: bytes) -> dict[str, Any]:
-        """Replace the state of a stream by that of a file, or make a stream of it."""
-        return await self._controls.put_state(check_stream_name(stream), data)
 
     def streams(self) -> list[dict[str, Any]]:
         """Return the descriptions of the streams that this worker answers for."""
@@ -382,14 +346,14 @@ class Worker:
             "generation": session.generation,
             "received": session.images,
             "owner": self.runtime.owner if session.role == "owned" else None,
-            "lag": self.sessions.lag(session, now),
+            "lag": session.lag(now),
             "queued": 0 if queue is None else len(queue.jobs),
             "idle": now - session.used,
             "snapshots": [snapshot.clock for snapshot in session.snapshots],
         }
 
     def _state(self, session: StreamSession) -> str:
-        """Return one word: learning, frozen, followed, unreachable, or why it does not learn (lease, lag)."""
+        """Return one of `STATES`; lease and lag say why it does not learn."""
         if session.role != "owned":
             return session.role
         return "frozen" if session.frozen else self.sessions.blocked(session.name) or "learning"
@@ -410,16 +374,11 @@ class Worker:
 
         return await self.runtime.run("claims", names)
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the last events, then every new one, until the worker stops."""
-        async for event in self.log.listen():
-            yield event._asdict()
-
     def metrics_text(self, streams: bool = False) -> str:
         """Return the metrics as Prometheus reads them; ``streams``: with gauges of single streams, up to a limit."""
-        now, gauge, sessions = self.clock(), self.metrics.gauge, self.sessions.by_name.values()
+        now, gauge, sessions = self.clock(), self.metrics.read, self.sessions.by_name.values()
         scheduler, backlog = self.scheduler, len(self.scheduler.backlog)
-        lag = max((self.sessions.lag(session, now) for session in sessions), default=0.0)
+        lag = max((session.lag(now) for session in sessions), default=0.0)
         states = dict.fromkeys(STATES, 0) | Counter(self._state(session) for session in sessions)
         alarms = Counter(kind for session in sessions for kind in session.report.get("alarms", ()))
         dropped = "Requests that were answered and never learned, by reason."
@@ -430,7 +389,7 @@ class Worker:
             gauge("tribe_learning_backlog_bytes", "Bytes of their images.", scheduler.backlog_bytes),
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
             gauge("tribe_alarms", "Streams that have an alarm now.", alarms, "kind"),
-            self.metrics.counter("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason"),
+            gauge("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason", CounterMetricFamily),
         ]
         if streams:
             some = list(sessions)[: self.policy.stream_metrics]
@@ -438,7 +397,79 @@ class Worker:
         return self.metrics.text(current)
 
 
-def _refuse(job: Job, error: Overloaded) -> None:
+# -- batches, in a thread ----------------------------------------------------------------------------------------------
+
+
+def step(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
+    """Step the streams of these requests together; if that fails, one by one, so that only the culprit fails.
+
+    The steps of a result are committed: a report that cannot be read is logged, and is not an error of the request.
+    """
+    outcomes = _isolated(_step, fleet, jobs)
+    stepped = [_name(job) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, InferResult)]
+    reports = _reports_after_step(fleet, stepped)
+    for i, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True)):
+        if isinstance(outcome, InferResult):
+            report = reports.get(_name(job), {})
+            outcomes[i] = outcome._replace(clock=report.get("steps"), health=report)
+    return outcomes
+
+
+def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
+    """Predict these requests together, at most one of a stream; if that fails, one by one."""
+    return _isolated(_predict, fleet, jobs)
+
+
+def _isolated(run: Callable[[Fleet, list[Job]], Sequence[InferResult]], fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
+    try:
+        return list(run(fleet, jobs))
+    except Exception as error:
+        if len(jobs) == 1:
+            return [error]
+    return [_isolated(run, fleet, [job])[0] for job in jobs]
+
+
+def _step(fleet: Fleet, jobs: list[Job]) -> list[InferResult]:
+    logits = fleet({_name(job): job.images for job in jobs})
+    return [InferResult(logits[_name(job)]) for job in jobs]
+
+
+def _predict(fleet: Fleet, jobs: list[Job]) -> list[InferResult]:
+    results: dict[Job, InferResult] = {}
+    of_streams = {_name(job): job for job in jobs if job.stream is not None and not job.source}
+    if of_streams:
+        infos = fleet.info_many(of_streams)  # before the prediction: a step may end meanwhile
+        logits = fleet.predict({name: job.images for name, job in of_streams.items()})
+        for name, job in of_streams.items():
+            results[job] = InferResult(logits[name], clock=infos[name].steps, health=infos[name]._asdict())
+    groups: dict[Any, list[Job]] = {}
+    for job in jobs:
+        if job not in results:
+            groups.setdefault((job.images.shape[1:], job.images.dtype), []).append(job)
+    for group in groups.values():
+        together = fleet.predict_source(torch.cat([job.images for job in group]))
+        for job, own in zip(group, together.split([job.size for job in group]), strict=True):
+            results[job] = InferResult(own)
+    return [results[job] for job in jobs]
+
+
+def _reports_after_step(fleet: Fleet, names: list[str]) -> dict[str, dict[str, Any]]:
+    try:
+        fleet.look(names)
+        return read_reports(fleet, names)
+    except Exception:
+        if len(names) == 1:
+            log.exception("stream %r was stepped, and its report could not be read", names[0])
+            return {}
+    return {name: report for each in names for name, report in _reports_after_step(fleet, [each]).items()}
+
+
+def _name(job: Job) -> str:
+    assert job.stream is not None
+    return job.stream
+
+
+def _refuse(job: Job, error: Exception) -> None:
     if not job.reply.done():
         job.reply.set_exception(error)
 

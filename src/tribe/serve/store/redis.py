@@ -10,8 +10,8 @@ leases is that of the server.
 
 The store promises what one Redis server promises. It must not remove keys (``maxmemory-policy noeviction``) and must
 write them to its disk (``appendonly yes``; with ``appendfsync everysec`` a power failure loses up to a second). If a
-replica takes over, claims and states that it had not received are lost, but still no two owners write to one stream: a
-claim that the replica does not have is fenced. Redis Cluster is not supported: a script there reaches one shard only.
+replica takes over, claims and states that it had not received are lost, but still no two owners write to one stream.
+Redis Cluster is not supported: a script there reaches one shard only.
 """
 
 import contextlib
@@ -20,29 +20,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from tribe.serve.store.protocol import (
-    CURRENT,
-    PAGE,
-    Claim,
-    Entries,
-    Refusals,
-    StateRecord,
-    StoreDamaged,
-    StoreDown,
-    StoreEntry,
-    StreamStore,
-    Uploads,
-    Write,
-    check_distinct,
-    check_lease,
-    check_page,
-    fenced,
-    new_record,
-    refuse_fallen_clock,
-)
+from tribe.serve import store
+from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore
 from tribe.streams.names import check_stream_name
 
-SCHEMES = ("redis://", "rediss://", "unix://")
 SCHEMA = 1  # of the keys and fields
 CHUNK = 64 * 2**20  # bytes of a part of a blob
 UPLOAD_SECONDS = 3600  # after which a blob is removed that no stream names
@@ -58,7 +39,6 @@ REASONS = {  # the package's name of an error, and what it means
     "RedisError": "it refuses a command",
 }
 DISK = "MISCONF"  # the first word of an error of a server that cannot write to its disk
-INSTALL = "pip install 'tribe-tta[redis]'"
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
 # The server runs a script as a whole, with no other command in between. A stream is a hash with the fields `owner`
@@ -181,15 +161,15 @@ class RedisStore(StreamStore):
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        prefix: str = "tribe:",
-        now: Callable[[], float] | None = None,
-        timeout: float = TIMEOUT,
+        self, address: str, *, prefix: str = "tribe:", now: Callable[[], float] | None = None, timeout: float = TIMEOUT
     ) -> None:
-        self._redis, self._now, self._prefix, self._closed = _library(), now, prefix, False
-        self.place = _without_password(address)
+        try:
+            self._redis = importlib.import_module("redis")
+        except ImportError as error:
+            raise ImportError(f"a store in Redis needs redis ({error}): pip install 'tribe-tta[redis]'") from error
+        self._now, self._prefix, self._closed = now, prefix, False
+        parts = urlsplit(address)
+        self.place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # for errors: without a password
         retry = importlib.import_module("redis.retry").Retry(importlib.import_module("redis.backoff").NoBackoff(), 1)
         try:
             self._client = self._redis.Redis.from_url(
@@ -201,19 +181,11 @@ class RedisStore(StreamStore):
         self._all = f"{prefix}streams"
         self._prepare()
 
-    # -- claims --------------------------------------------------------------------------------------------------------
-
-    def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
-        """Claim a stream; see `StreamStore.claim`."""
-        check_stream_name(stream)
-        check_stream_name(owner, "the name of the owner")
-        values = stream, owner, repr(check_lease(lease)), self._time()
-        found = self._run("claim", [self._stream(stream), self._all], *values)
+    def _claim(self, stream: str, owner: str, lease: float) -> Claim | None:
+        found = self._run("claim", [self._stream(stream), self._all], stream, owner, repr(float(lease)), self._time())
         return None if found is None else Claim(stream, owner, int(found[0]), float(found[1]))
 
-    def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
-        """Renew claims, and return those still held; see `StreamStore.renew`."""
-        check_lease(lease)
+    def _renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
         holders = (value for claim in claims for value in (claim.owner, claim.generation))
         keys = [self._stream(claim.stream) for claim in claims]
         expires, held = self._run("renew", keys, repr(float(lease)), self._time(), *holders)
@@ -223,11 +195,7 @@ class RedisStore(StreamStore):
         """End a claim; see `StreamStore.release`."""
         self._run("release", [self._stream(claim.stream)], claim.owner, claim.generation)
 
-    # -- states --------------------------------------------------------------------------------------------------------
-
-    def _upload(self, writes: Sequence[Write]) -> Uploads:
-        check_distinct(writes)
-        uploads = {write.claim.stream: (write, new_record(write)) for write in writes}
+    def _store_blobs(self, uploads: store.Uploads) -> None:
         try:
             for write, record in uploads.values():
                 view = memoryview(write.blob)
@@ -237,10 +205,9 @@ class RedisStore(StreamStore):
         except StoreDown:
             self._remove(*(record for _, record in uploads.values()))
             raise
-        return uploads
 
-    def _commit(self, uploads: Uploads) -> Refusals:
-        refused = Refusals()
+    def _commit(self, uploads: store.Uploads) -> store.Refusals:
+        refused = store.Refusals()
         for stream, (write, record) in uploads.items():
             claim, keys = write.claim, [self._stream(stream), *self._chunks(record)]
             values = claim.owner, claim.generation, record.clock, record.blob, self._time(), self._blob("")
@@ -251,8 +218,9 @@ class RedisStore(StreamStore):
             self._remove(record)
             if answer == b"gone":
                 raise StoreDown(f"the write of stream {stream!r} took over {UPLOAD_SECONDS} s: write again")
-            fallen = refuse_fallen_clock(write, claim.generation, int(found[0])) if answer == b"clock" else None
-            refused[stream] = fallen or fenced(claim, *_holder(*found))
+            refused[stream] = (
+                store.clock_fell(write, int(found[0])) if answer == b"clock" else store.fenced(claim, *_holder(*found))
+            )
         return refused
 
     def _remove(self, *records: StateRecord) -> None:
@@ -278,24 +246,19 @@ class RedisStore(StreamStore):
             raise StoreDamaged(f"the state of stream {stream!r} in {self.place} is damaged: a part of it is missing")
         return b"".join(chunks)
 
-    # -- streams -------------------------------------------------------------------------------------------------------
-
-    def entry(self, stream: str) -> StoreEntry | None:
+    def entry(self, stream: str) -> store.StoreEntry | None:
         """Return the server's row of a stream; see `StreamStore.entry`."""
-        found = self._entries([check_stream_name(stream)])
-        return found[0] if found else None
+        return next(iter(self._entries([check_stream_name(stream)])), None)
 
-    def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """Return the rows of streams by prefix; see `StreamStore.list`."""
-        check_page(prefix, limit)
-        least = f"({after}" if after is not None and after >= prefix else f"[{prefix}"
+    def _list(self, prefix: str, limit: int, after: str) -> store.Entries:
+        least = f"({after}" if after >= prefix and after else f"[{prefix}"
         with self._explained():
             most = b"(" + prefix.encode() + b"\xff"  # a byte after all those of UTF-8
-            names = self._client.zrangebylex(self._all, least.encode(), most, start=0, num=int(limit))
+            names = self._client.zrangebylex(self._all, least.encode(), most, start=0, num=limit)
         return self._entries([name.decode() for name in names])
 
-    def _entries(self, streams: Sequence[str]) -> Entries:
-        fields = ("owner", "generation", "expires", f"{CURRENT}:clock", f"{CURRENT}:bytes", f"{CURRENT}:written")
+    def _entries(self, streams: Sequence[str]) -> store.Entries:
+        fields = ["owner", "generation", "expires", *(f"{store.CURRENT}:{e}" for e in ("clock", "bytes", "written"))]
         with self._explained():
             pipeline = self._client.pipeline(transaction=False)
             pipeline.time()
@@ -308,10 +271,8 @@ class RedisStore(StreamStore):
             if expires is not None:
                 who, number = _holder(owner, generation)
                 ends = float(expires) if who is not None else 0.0
-                when = None if written is None else float(written)
-                entries.append(
-                    StoreEntry(stream, who, number or 0, ends, now < ends, int(clock or 0), int(size or 0), when)
-                )
+                state = int(clock or 0), int(size or 0), None if written is None else float(written)
+                entries.append(store.StoreEntry(stream, who, number or 0, ends, now < ends, *state))
         return entries
 
     def delete(self, claim: Claim) -> None:
@@ -319,14 +280,12 @@ class RedisStore(StreamStore):
         values = claim.owner, claim.generation, claim.stream, self._blob("")
         found = self._run("delete", [self._stream(claim.stream), self._all], *values)
         if found[0] != b"deleted":
-            raise fenced(claim, *_holder(*found[1:]))
+            raise store.fenced(claim, *_holder(*found[1:]))
 
     def close(self) -> None:
         """Close the connections. Claims are not released."""
         self._closed = True
         self._client.close()
-
-    # -- the server ----------------------------------------------------------------------------------------------------
 
     def _stream(self, stream: str) -> str:
         return f"{self._prefix}stream:{stream}"
@@ -384,18 +343,3 @@ class RedisStore(StreamStore):
 def _holder(owner: bytes | None, generation: bytes | None) -> tuple[str | None, int | None]:
     """Return the owner and generation of a stream from the server's answer."""
     return None if owner is None else owner.decode(), None if generation is None else int(generation)
-
-
-def _without_password(address: str) -> str:
-    """Return an address as errors show it."""
-    parts = urlsplit(address)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("redis")
-    except ImportError as error:
-        raise ImportError(
-            f"a store in Redis needs redis, which cannot be imported here ({error}): {INSTALL}"
-        ) from error

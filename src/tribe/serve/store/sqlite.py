@@ -7,10 +7,9 @@ Any number of processes of the host may use the folder at the same time. It must
 write-ahead log needs memory that its processes share.
 
 A write first puts the blob on the disk, and then names it in the ledger, in a transaction that checks the generation. A
-process that is killed in between leaves a file without a name. A new claim of the stream removes it; so does opening
-the store. A blob is removed only after the ledger on the disk has ceased to name it, so that not even a power failure
-leaves a name without its file. For that, commits are synced (``synchronous=FULL``): with a write-ahead log, ``NORMAL``
-would forget the last commits in a power failure.
+process that is killed in between leaves a file without a name, which the next claim of the stream or opening the store
+removes. A blob is removed only after the ledger on the disk has ceased to name it, so that not even a power failure
+leaves a name without its file. For that, commits are synced (``synchronous=FULL``).
 """
 
 import contextlib
@@ -24,30 +23,8 @@ from os import PathLike
 from pathlib import Path
 
 from tribe.io.files import sync_folder, write_new
-from tribe.serve.store.protocol import (
-    CURRENT,
-    PAGE,
-    PREVIOUS,
-    Claim,
-    ClockFell,
-    Entries,
-    Fenced,
-    Refusals,
-    StateRecord,
-    StoreDamaged,
-    StoreDown,
-    StoreEntry,
-    StreamStore,
-    Uploads,
-    Write,
-    check_distinct,
-    check_lease,
-    check_page,
-    fenced,
-    new_record,
-    refuse_fallen_clock,
-    stream_hash,
-)
+from tribe.serve import store
+from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore, Write
 from tribe.streams.names import check_stream_name
 
 LEDGER, BLOBS = "ledger.sqlite", "blobs"
@@ -66,8 +43,8 @@ TABLES = (  # the checks are those of the file's content when it is opened: a da
 )
 RECORD = ", ".join(StateRecord._fields)
 ENTRIES = (
-    "SELECT s.stream, s.owner, s.generation, s.expires, t.clock, t.bytes, t.written FROM streams s "
-    f"LEFT JOIN states t ON t.stream = s.stream AND t.place = '{CURRENT}' WHERE NOT s.deleted AND "
+    "SELECT s.stream, s.owner, s.generation, s.expires, ifnull(t.clock, 0), ifnull(t.bytes, 0), t.written FROM "
+    f"streams s LEFT JOIN states t ON t.stream = s.stream AND t.place = '{store.CURRENT}' WHERE NOT s.deleted AND "
 )
 LAST_CHARACTER = "\U0010ffff"
 BLOB = re.compile(r"([0-9a-f]{32})-([0-9]+)-[0-9]+-[0-9a-f]{16}\.state")  # hash of the stream, generation, clock
@@ -99,23 +76,13 @@ class SqliteStore(StreamStore):
         self.folder, self._now = Path(folder), now
         self._blobs = Blobs(self.folder / BLOBS)
         self._ledger = Ledger(self.folder / LEDGER, patience, self._blobs.check_empty)
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Remove what killed writers left."""
         with self._ledger.reading() as rows:
             streams = rows.execute("SELECT stream, generation FROM streams")
-            generations = {stream_hash(stream): generation for stream, generation in streams}
+            generations = {store.stream_hash(stream): generation for stream, generation in streams}
             named = {name for (name,) in rows.execute("SELECT blob FROM states")}
         self._blobs.sweep(generations, named)
 
-    # -- claims --------------------------------------------------------------------------------------------------------
-
-    def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
-        """Claim a stream; see `StreamStore.claim`."""
-        check_stream_name(stream)
-        check_stream_name(owner, "the name of the owner")
-        check_lease(lease)
+    def _claim(self, stream: str, owner: str, lease: float) -> Claim | None:
         with self._ledger.transaction() as rows:
             now = self._now()
             query = "SELECT owner, generation, expires FROM streams WHERE stream = ?"
@@ -131,12 +98,10 @@ class SqliteStore(StreamStore):
             )
             named = _named(rows, stream)
         if claim.generation > generation > 0:
-            self._blobs.sweep({stream_hash(stream): claim.generation}, named)
+            self._blobs.sweep({store.stream_hash(stream): claim.generation}, named)
         return claim
 
-    def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
-        """Renew claims, and return those still held; see `StreamStore.renew`."""
-        check_lease(lease)
+    def _renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
         with self._ledger.transaction() as rows:
             expires = self._now() + lease
             held = {c.stream: c._replace(expires=expires) for c in claims if self._fence(rows, c) is None}
@@ -149,39 +114,33 @@ class SqliteStore(StreamStore):
             if self._fence(rows, claim) is None:
                 rows.execute("UPDATE streams SET owner = NULL, expires = 0 WHERE stream = ?", (claim.stream,))
 
-    def _fence(self, rows: sqlite3.Connection, claim: Claim) -> Fenced | None:
+    def _fence(self, rows: sqlite3.Connection, claim: Claim) -> store.Fenced | None:
         """Return an error if a claim is not the current one."""
         found = rows.execute("SELECT owner, generation FROM streams WHERE stream = ?", (claim.stream,)).fetchone()
-        owner, generation = found or (None, None)
-        return None if (owner, generation) == (claim.owner, claim.generation) else fenced(claim, owner, generation)
+        holder = found or (None, None)
+        return None if holder == (claim.owner, claim.generation) else store.fenced(claim, *holder)
 
-    # -- states --------------------------------------------------------------------------------------------------------
-
-    def _upload(self, writes: Sequence[Write]) -> Uploads:
-        check_distinct(writes)
-        uploads = {write.claim.stream: (write, new_record(write, self._now())) for write in writes}
+    def _store_blobs(self, uploads: store.Uploads) -> None:
         try:
             self._blobs.write({record.blob: write.blob for write, record in uploads.values()})
         except OSError as error:
             self._remove_unless_named(uploads)
             names = ", ".join(map(repr, list(uploads)[:4]))
             raise StoreDown(f"the states of {len(uploads)} streams ({names}) were not stored: {error}") from error
-        return uploads
 
-    def _commit(self, uploads: Uploads) -> Refusals:
-        unnamed, refused = set[str](), Refusals()
+    def _commit(self, uploads: store.Uploads) -> store.Refusals:
+        unnamed, refused = set[str](), store.Refusals()
         try:
             with self._ledger.transaction() as rows:
                 for stream, (write, record) in uploads.items():
+                    unnamed |= {record.blob} | _named(rows, stream)
                     if (error := self._refusal(rows, write)) is not None:
                         refused[stream] = error
-                        unnamed.add(record.blob)
-                        continue
-                    unnamed |= _named(rows, stream)
-                    row = (stream, CURRENT, *record)
-                    rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, PREVIOUS))
-                    rows.execute("UPDATE states SET place = ? WHERE stream = ?", (PREVIOUS, stream))
-                    rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+                    else:
+                        row = (stream, store.CURRENT, *record._replace(written=self._now()))
+                        rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, store.PREVIOUS))
+                        rows.execute("UPDATE states SET place = ? WHERE stream = ?", (store.PREVIOUS, stream))
+                        rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
                     unnamed -= _named(rows, stream)
         except Exception:
             self._remove_unless_named(uploads)
@@ -189,13 +148,15 @@ class SqliteStore(StreamStore):
         self._blobs.remove(unnamed)
         return refused
 
-    def _refusal(self, rows: sqlite3.Connection, write: Write) -> Fenced | ClockFell | None:
+    def _refusal(self, rows: sqlite3.Connection, write: Write) -> store.Fenced | store.ClockFell | None:
         """Return an error for a write of an old generation, or with a clock that falls."""
-        query = "SELECT generation, clock FROM states WHERE stream = ? AND place = ?"
-        generation, clock = rows.execute(query, (write.claim.stream, CURRENT)).fetchone() or (None, 0)
-        return self._fence(rows, write.claim) or refuse_fallen_clock(write, generation, clock)
+        if (error := self._fence(rows, write.claim)) is not None:
+            return error
+        query = "SELECT clock FROM states WHERE stream = ? AND place = ? AND generation = ?"
+        stored = rows.execute(query, (write.claim.stream, store.CURRENT, write.claim.generation)).fetchone()
+        return store.clock_fell(write, stored[0]) if stored is not None and write.clock < stored[0] else None
 
-    def _remove_unless_named(self, uploads: Uploads) -> None:
+    def _remove_unless_named(self, uploads: store.Uploads) -> None:
         """Remove blobs after an error, except those whose commit reached the disk, or if that cannot be read."""
         with contextlib.suppress(OSError, ValueError), self._ledger.reading() as rows:
             self._blobs.remove(r.blob for stream, (_, r) in uploads.items() if r.blob not in _named(rows, stream))
@@ -215,27 +176,21 @@ class SqliteStore(StreamStore):
         except OSError as error:
             raise StoreDown(f"the state of stream {stream!r} cannot be read: {path}: {error.strerror}") from error
 
-    # -- streams -------------------------------------------------------------------------------------------------------
-
-    def entry(self, stream: str) -> StoreEntry | None:
+    def entry(self, stream: str) -> store.StoreEntry | None:
         """Return the ledger's row of a stream; see `StreamStore.entry`."""
-        found = self._entries("s.stream = ?", check_stream_name(stream))
-        return found[0] if found else None
+        return next(iter(self._entries("s.stream = ?", check_stream_name(stream))), None)
 
-    def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """Return the rows of streams by prefix; see `StreamStore.list`."""
-        check_page(prefix, limit)
+    def _list(self, prefix: str, limit: int, after: str) -> store.Entries:
         where = "s.stream >= ? AND s.stream < ? AND s.stream > ? ORDER BY s.stream LIMIT ?"
-        return self._entries(where, prefix, prefix + LAST_CHARACTER, after or "", int(limit))
+        return self._entries(where, prefix, prefix + LAST_CHARACTER, after, limit)
 
-    def _entries(self, where: str, *values: str | int) -> Entries:
+    def _entries(self, where: str, *values: str | int) -> store.Entries:
         with self._ledger.reading() as rows:
             found, now = rows.execute(ENTRIES + where, values).fetchall(), self._now()
-        entries = []
-        for stream, owner, generation, expires, clock, size, written in found:
-            held = owner is not None and now < expires
-            entries.append(StoreEntry(stream, owner, generation, expires, held, clock or 0, size or 0, written))
-        return entries
+        return [
+            store.StoreEntry(stream, owner, generation, expires, owner is not None and now < expires, *state)
+            for stream, owner, generation, expires, *state in found
+        ]
 
     def delete(self, claim: Claim) -> None:
         """Delete a stream's states and keep its generation; see `StreamStore.delete`."""
@@ -296,11 +251,8 @@ class Blobs:
         """Remove what killed writers left: files that the ledger does not name, of generations that cannot write.
 
         A file of the current generation may be one whose writer is about to add it to the ledger, so it stays until the
-        next claim. A file of an unknown stream also stays: the ledger may have been lost.
-
-        Args:
-            generations: the current generation of each stream, by `stream_hash`.
-            named: the blobs that the ledger names.
+        next claim. A file of an unknown stream also stays: the ledger may have been lost. ``generations`` are the
+        current ones by `stream_hash`, ``named`` the blobs that the ledger names.
         """
         for path in self._files({key[:2] for key in generations}):
             match = BLOB.fullmatch(path.name)
@@ -325,10 +277,7 @@ class Blobs:
 class Ledger:
     """The SQLite file of a store, which is made if it is missing: its tables, transactions and errors.
 
-    Args:
-        path: of the file, on a local disk.
-        patience: how many seconds to wait for the transaction of another process.
-        check_new: called before the tables of a new ledger are made; an error leaves it without tables.
+    ``check_new`` is called before the tables of a new ledger are made; an error leaves it without tables.
     """
 
     def __init__(self, path: Path, patience: float, check_new: Callable[[], None]) -> None:
@@ -336,14 +285,11 @@ class Ledger:
         self._writing_lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._closed, self._process = False, os.getpid()
         with self._explained():
-            self._writing = self._connect()
-            self._use_log(self._writing)
-            self._reading = self._connect()
-        try:
+            self._writing, self._reading = self._connect(), self._connect()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
             self._prepare()
-        except BaseException:
-            self.close()
-            raise
+            stack.pop_all()
         for connection in (self._writing, self._reading):
             connection.execute(f"PRAGMA busy_timeout = {int(1000 * patience)}")
 
@@ -379,27 +325,26 @@ class Ledger:
                     self._reading.execute("ROLLBACK")
 
     def _connect(self) -> sqlite3.Connection:
-        """Return a connection, which one thread at a time uses."""
-        connection = sqlite3.connect(
-            self.path, timeout=OPENING * self._patience, isolation_level=None, check_same_thread=False
-        )
+        """Return a connection, which one thread at a time uses, with a write-ahead log.
+
+        Of processes that turn on the log at the same time, all but one must try again.
+        """
+        seconds = OPENING * self._patience
+        connection = sqlite3.connect(self.path, timeout=seconds, isolation_level=None, check_same_thread=False)
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute("PRAGMA synchronous = FULL")
-        return connection
-
-    def _use_log(self, connection: sqlite3.Connection) -> None:
-        """Turn on the write-ahead log. Of processes that do so at the same time, all but one must try again."""
-        until, mode = time.monotonic() + OPENING * self._patience, ""
-        while mode != "wal":
+        until = time.monotonic() + seconds
+        while True:
             try:
                 ((mode,),) = connection.execute("PRAGMA journal_mode = WAL").fetchall()
+                break
             except sqlite3.OperationalError as error:
                 if _code(error) != sqlite3.SQLITE_BUSY or time.monotonic() > until:
                     raise
                 time.sleep(0.02)
-                continue
-            if mode != "wal":
-                raise StoreDown(f"{self.path} cannot have a write-ahead log (mode {mode}): put it on a local disk")
+        if mode != "wal":
+            raise StoreDown(f"{self.path} cannot have a write-ahead log (mode {mode}): put it on a local disk")
+        return connection
 
     def _prepare(self) -> None:
         """Make the tables of a new ledger, or check those of an old one."""
