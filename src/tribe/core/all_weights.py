@@ -40,13 +40,6 @@ class Parameters(NamedTuple):
         return streams_of(x, len(self.weights))
 
 
-class Piece(NamedTuple):
-    """One parameter in a row."""
-
-    shape: torch.Size
-    dtype: torch.dtype  # the network's; rows are kept in float32 at least
-
-
 class WeightLayout:
     """The position of each parameter in a row of P weights.
 
@@ -65,12 +58,11 @@ class WeightLayout:
         self.net = net
         chosen = [(n, p) for n, p in net.model.named_parameters() if p.is_floating_point() and id(p) not in frozen]
         # Odd sizes last: convolutions are slow on weights that are not aligned in memory.
-        self._parameters = dict(sorted(chosen, key=lambda named: named[1].numel() * 4 % ALIGNED != 0))
-        self.pieces = {name: Piece(p.shape, p.dtype) for name, p in self._parameters.items()}
+        self.pieces = dict(sorted(chosen, key=lambda named: named[1].numel() * 4 % ALIGNED != 0))
 
     def source(self, streams: int = 1) -> Parameters:
         """Return the parameters of the source network, a copy for each stream."""
-        return Parameters(self.net.source(streams)[0], self._row(self._parameters).expand(streams, -1).clone())
+        return Parameters(self.net.source(streams)[0], self._row(self.pieces).expand(streams, -1).clone())
 
     def views(self, row: Tensor) -> dict[str, Tensor]:
         """Return the weights (P,) of one stream by name, as views; gradients flow back to the row."""
@@ -78,7 +70,7 @@ class WeightLayout:
 
     def _split(self, row: Tensor) -> dict[str, Tensor]:
         # One split, not a slice for each piece: the backward of a split writes the row once, that of a slice each time.
-        columns = row.split([piece.shape.numel() for piece in self.pieces.values()])
+        columns = row.split([piece.numel() for piece in self.pieces.values()])
         named = zip(self.pieces.items(), columns, strict=True)
         return {name: _unflatten(t, piece.shape) for (name, piece), t in named}
 

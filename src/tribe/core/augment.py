@@ -26,8 +26,6 @@ from tribe.core.kernels import colour, random_numbers
 from tribe.core.rng import Key
 from tribe.fields import is_number
 
-__all__ = ["Augment", "Params", "View", "check_view", "view"]
-
 # Purposes of the two draws ("AUGP" and "AUGN" in ASCII, so that no other module uses the same by accident). All
 # parameters come from one draw, a column each: a draw of sixteen numbers costs as much as a draw of one.
 PARAMETERS = 0x41554750
@@ -164,10 +162,11 @@ def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     """Apply the five operations, each set in its own order (G, 5). May overwrite x."""
     if kernels.can_jitter(x):
         return colour.jitter(x, order, torch.stack(tuple(strength), 1))
+    readable = _readable(x)
     for place in order.unbind(1):
-        for i in sorted(set(place.tolist())) if _readable(x) else range(5):
+        for i in sorted(set(place.tolist())) if readable else range(5):
             due, f = place == i, strength[i].view(-1, 1, 1, 1, 1)  # (G,), (G, 1, 1, 1, 1)
-            if not _readable(x):
+            if not readable:
                 x = torch.where(due.view(-1, 1, 1, 1, 1), OPERATIONS[i](x, f), x)
             elif due.all():
                 x = OPERATIONS[i](x, f)

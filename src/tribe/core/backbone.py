@@ -28,8 +28,7 @@ from tribe.core.placement import (
     is_channels_last,
     nothing_to_adapt,
     place_slots,
-    refuse_scripts,
-    refuse_unknown_sizes,
+    refuse,
     replace_module,
     source_norm,
     unwrap,
@@ -95,9 +94,13 @@ class Backbone(nn.Module):
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a torch.nn.Module; got {type(model).__name__}")
         model = unwrap(model)
-        _refuse_backbones(model)
-        refuse_scripts(model)
-        refuse_unknown_sizes(model)
+        if any(isinstance(m, Backbone) for m in model.modules()):
+            raise ValueError(
+                f"{type(model).__name__} is or holds a tribe.Backbone, whose layers no longer hold its normalisation. "
+                "tribe.adapt takes a Backbone as it is; of an adapter give its .net to start from the source again, or "
+                "its .export() to start from what it has learned"
+            )
+        refuse(model)
         device = next((t.device for t in itertools.chain(model.parameters(), model.buffers())), torch.device("cpu"))
         # left_alone: the normalisation layers that stay as they are, and why
         self.model, self.slots, self.left_alone = place_slots(copy_model(model).eval().requires_grad_(False))
@@ -447,15 +450,6 @@ class Backbone(nn.Module):
                 # A slot with two names gives the same layer twice.
                 model = replace_module(model, name, slot.plain(scales[slot.index], biases[slot.index], stats))
         return model.eval().requires_grad_(False)
-
-
-def _refuse_backbones(model: nn.Module) -> None:
-    if any(isinstance(m, Backbone) for m in model.modules()):
-        raise ValueError(
-            f"{type(model).__name__} is or holds a tribe.Backbone, whose layers no longer hold its normalisation. "
-            "tribe.adapt takes a Backbone as it is; of an adapter give its .net to start from the source again, or its "
-            ".export() to start from what it has learned"
-        )
 
 
 def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:

@@ -149,16 +149,17 @@ class Captured:
     ``record`` makes a `Recorder`; by default it records CUDA graphs.
     """
 
+    _states: tuple[Any, Any]
+    _x: Tensor
+    _valid: Tensor
+    _logits: Tensor | None
+    _replay: list[Work]
+
     def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far
         self._setting: Any = None  # everything that the recording depends on
-        self._states: tuple[Any, Any]
-        self._x: Tensor
-        self._valid: Tensor
-        self._logits: Tensor | None = None
-        self._replay: list[Work] = []
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -197,16 +198,11 @@ class Captured:
         copy_missing(new, spare)
 
 
-class CapturedSegments:
+class CapturedSegments(Captured):
     """A method's steps with each of their segments recorded, for the shape of the last batch."""
 
-    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
-        self.method, self.net = method, net
-        self._record = record or cuda_graphs
-        self.recorded = 0  # shapes of batches so far
-        self._setting: Any = None  # everything that the recordings depend on
-        self._batch = 0
-        self._recordings: Callable[..., Any]
+    _batch: int
+    _recordings: Callable[..., Any]
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:

@@ -26,12 +26,7 @@ def adam_init(params: Any) -> Adam:
 
 
 def adam_step(
-    params: P,
-    grads: P,
-    adam: Adam,
-    lr: float,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
+    params: P, grads: P, adam: Adam, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> tuple[P, Adam]:
     """Take one step; the same numbers as `torch.optim.Adam`."""
     b1, b2 = betas
@@ -44,11 +39,8 @@ def adam_step(
     c1, c2 = (1 - torch.pow(torch.full_like(steps, 1, dtype=exact) * b, steps) for b in betas)
     rate = (lr / c1).to(dtype).unsqueeze(-1)  # (S, 1)
     root = c2.sqrt().to(dtype).unsqueeze(-1)
-
-    def move(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        return p - rate * m / (v.sqrt() / root + eps)
-
-    return tree_map(move, params, first, second), Adam(first, second, steps)
+    moved = tree_map(lambda p, m, v: p - rate * m / (v.sqrt() / root + eps), params, first, second)
+    return moved, Adam(first, second, steps)
 
 
 def sgd_step(params: P, grads: P, velocity: P, lr: float, momentum: float = 0.9, nesterov: bool = False) -> tuple[P, P]:

@@ -48,8 +48,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def refuse_scripts(model: nn.Module) -> None:
-    """Refuse a model with layers that torch.jit compiled."""
+def refuse(model: nn.Module) -> None:
+    """Refuse a model with layers that cannot be adapted: compiled by torch.jit, or without a size yet."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(), None) is not None:
             raise ValueError(
@@ -57,12 +57,7 @@ def refuse_scripts(model: nn.Module) -> None:
                 "either), and the normalisation of compiled code cannot be replaced: give the eager module that it was "
                 "made from"
             )
-
-
-def refuse_unknown_sizes(model: nn.Module) -> None:
-    """Refuse a model with lazy layers that have no size yet."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():  # type: ignore[misc]
+        if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(f"the size of layer {name!r} is not known yet: run the model once before adapting it")
 
 
@@ -109,7 +104,9 @@ def place_slots(model: nn.Module) -> tuple[nn.Module, list[Slot], dict[str, str]
     attention = (m for m in model.modules() if isinstance(m, nn.MultiheadAttention))
     tokens_first = any(not m.batch_first for m in attention)
     for name, layer in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(layer, Slot) or not (isinstance(layer, NORMS) or (is_called_norm(layer) and has_tensors(layer))):
+        tensors = itertools.chain(layer.parameters(recurse=False), layer.buffers(recurse=False))
+        is_norm = isinstance(layer, NORMS) or (is_called_norm(layer) and any(True for _ in tensors))
+        if isinstance(layer, Slot) or not is_norm:
             continue
         if id(layer) not in slots:
             kind = slot_kind(layer)
@@ -175,17 +172,13 @@ def slot_kind(layer: nn.Module) -> type[Slot] | str:
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "it has hooks on its gradient"
     hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)
-    if "forward" in vars(layer) or (not is_standard and not _takes_one_argument(layer)):
+    # A slot takes the images and nothing else.
+    if "forward" in vars(layer) or (not is_standard and len(inspect.signature(layer.forward).parameters) != 1):
         return f"{name} has a custom forward"
     if is_standard and not hooked:
         return kinds[0]
     fitting = next((kind for kind in kinds if _slot_agrees(layer, kind)), None)
     return fitting or ("its hooks change its output" if hooked else f"{name} has a custom forward")
-
-
-def _takes_one_argument(layer: nn.Module) -> bool:
-    """Return whether a layer's forward takes the images and nothing else, which a slot would ignore."""
-    return len(inspect.signature(layer.forward).parameters) == 1
 
 
 def slot_for(layer: nn.Module, kind: type[Slot], name: str = "", index: int = 0, column: int = 0) -> Slot:
@@ -222,7 +215,8 @@ def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
         current = Pass(1, len(x), source.affine[:1], source.affine[1:], source.stats, Frozen(), None, valid)
         with torch.random.fork_rng(devices=[]), set_current_pass(current):
             try:
-                same.append(_close(theirs(x.clone()), slot(x)))
+                a, b = theirs(x.clone()), slot(x)
+                same.append(a.shape == b.shape and torch.allclose(a.to(b), b, 1e-5, 1e-5, equal_nan=True))
             except Exception:
                 continue  # it does not take this shape
     return bool(same) and all(same)
@@ -241,10 +235,6 @@ def _trial_shapes(layer: nn.Module, kind: type[Slot]) -> list[tuple[int, ...]]:
     return [(batch, channels, *p) for p in (*pixels, (2, 2, 2))]
 
 
-def _close(a: Any, b: Tensor) -> bool:
-    return isinstance(a, Tensor) and a.shape == b.shape and torch.allclose(a.to(b), b, 1e-5, 1e-5, equal_nan=True)
-
-
 def resembles_layer_norm(layer: nn.Module) -> bool:
     """Return whether a layer has exactly what an nn.LayerNorm has: ``eps``, ``weight`` and ``bias`` of one size.
 
@@ -253,8 +243,8 @@ def resembles_layer_norm(layer: nn.Module) -> bool:
     >>> resembles_layer_norm(layer), resembles_layer_norm(nn.Linear(4, 1))
     (True, False)
     """
-    own = layer._parameters
-    if set(own) != {"weight", "bias"} or layer._modules or layer._buffers or not isinstance(_eps(layer), float):
+    own, eps = layer._parameters, vars(layer).get("eps")
+    if set(own) != {"weight", "bias"} or layer._modules or layer._buffers or not isinstance(eps, float):
         return False
     weight, bias = own["weight"], own["bias"]
     if weight is None or bias is None or not weight.dim():
@@ -269,15 +259,6 @@ def is_called_norm(layer: nn.Module) -> bool:
     """
     named = re.search("^[^_].*norm(?!al)|^norm(?!al)", type(layer).__name__, re.IGNORECASE) is not None
     return named and not layer._modules
-
-
-def has_tensors(layer: nn.Module) -> bool:
-    """Return whether a layer itself has parameters or buffers."""
-    return any(t is not None for t in (*layer._parameters.values(), *layer._buffers.values()))
-
-
-def _eps(layer: nn.Module) -> object:
-    return vars(layer).get("eps")
 
 
 def nothing_to_adapt(model: nn.Module, left_alone: Mapping[str, str]) -> str:

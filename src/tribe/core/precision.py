@@ -86,29 +86,27 @@ class _GlobalFlags:
                 self._write(left[-1] if left else self._before)
 
 
-def _read_float32() -> Setting:
-    backends: Any = torch.backends
-    return backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision
-
-
 def _write_float32(setting: Setting) -> None:
-    backends: Any = torch.backends
-    backends.cuda.matmul.fp32_precision, backends.cudnn.conv.fp32_precision = setting
+    _backends.cuda.matmul.fp32_precision, _backends.cudnn.conv.fp32_precision = setting
 
 
 def _read_algorithms() -> Setting:
-    memory: Any = torch.utils.deterministic
     chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    return *chosen, torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory
+    return *chosen, _backends.cudnn.benchmark, _memory.fill_uninitialized_memory
 
 
 def _write_algorithms(setting: Setting) -> None:
-    memory: Any = torch.utils.deterministic
-    mode, warn_only, torch.backends.cudnn.benchmark, memory.fill_uninitialized_memory = setting
+    mode, warn_only, _backends.cudnn.benchmark, _memory.fill_uninitialized_memory = setting
     torch.use_deterministic_algorithms(mode, warn_only=warn_only)
 
 
-_float32 = _GlobalFlags("what float32 means on CUDA", _read_float32, _write_float32)
+_backends: Any = torch.backends
+_memory: Any = torch.utils.deterministic
+_float32 = _GlobalFlags(
+    "what float32 means on CUDA",
+    lambda: (_backends.cuda.matmul.fp32_precision, _backends.cudnn.conv.fp32_precision),
+    _write_float32,
+)
 _algorithms = _GlobalFlags("the choice of algorithms", _read_algorithms, _write_algorithms)
 
 

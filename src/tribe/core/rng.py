@@ -18,8 +18,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Key", "bits", "normal", "uniform"]
-
 ROUNDS = 10
 MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the two key words after every round

@@ -91,7 +91,10 @@ class Slot(nn.Module, ABC):
         # torch's fused transformer layer would read .weight without calling the slot. It is not used where two eps
         # differ, and a NaN differs from everything.
         self.eps = float("nan")
-        after = [m for m in _layers_after(layer) if not isinstance(m, nn.Identity)]
+        # The layers inside a normalisation layer that it applies afterwards: dropout and activation, as in timm.
+        names = () if type(layer).forward in KNOWN_FORWARDS else ("drop", "act")
+        inner = [getattr(layer, name, None) for name in names]
+        after = [m for m in inner if isinstance(m, nn.Module) and not isinstance(m, nn.Identity)]
         self.relu = len(after) == 1 and type(after[0]) is nn.ReLU and isinstance(layer, _BatchNorm)  # fused
         self.after = nn.Sequential(*after) if after and not self.relu else None
         self.tokens_first = False  # whether tokens may come before samples, (T, N, C)
@@ -156,7 +159,13 @@ class Slot(nn.Module, ABC):
         vars(layer).pop("forward", None)  # see `redirect_layer_calls`
         for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # the slot called none, see placement.py
             hooks.clear()
-        _remove_parametrizations(layer)
+        # Keep the values that parametrizations made. Torch's function would break all copies, which share a class.
+        if parametrize.is_parametrized(layer):
+            made = {name: getattr(layer, name).detach() for name in layer.parametrizations}
+            layer.__class__ = parametrize.type_before_parametrizations(layer)
+            del layer.parametrizations
+            for name, value in made.items():
+                _set_parameter(layer, name, value)
         for name, row in (("weight", weight), ("bias", bias)):
             if (old := getattr(layer, name)) is not None:  # it may be shared with another layer, or computed
                 _set_parameter(layer, name, row.detach().view_as(old).to(old, copy=True))
@@ -188,10 +197,8 @@ class Slot(nn.Module, ABC):
     def refold(self, y: Tensor, shape: torch.Size) -> Tensor:
         """Reshape to (N, C, ...), the inverse of `unfold`."""
         if y.dim() == len(shape) + 1:
-            y = y.flatten(0, 1)
-        else:
-            y = y.movedim(3, 0 if self.views_first else 2).reshape(shape)
-        return y
+            return y.flatten(0, 1)
+        return y.movedim(3, 0 if self.views_first else 2).reshape(shape)
 
     def puts_views_first(self, current: Pass) -> bool:
         """Return whether the views of an image, folded into N, are a batch apart (as after torch.cat) or adjacent."""
@@ -305,26 +312,9 @@ def normalized_shape(layer: Any) -> tuple[int, ...]:
     return tuple(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else (layer.weight.numel(),)
 
 
-def _layers_after(layer: nn.Module) -> list[nn.Module]:
-    """Return the layers inside a normalisation layer that it applies afterwards: dropout and activation, as in timm."""
-    if type(layer).forward in KNOWN_FORWARDS:
-        return []
-    return [m for m in (getattr(layer, n, None) for n in ("drop", "act")) if isinstance(m, nn.Module)]
-
-
 def _set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
     vars(layer).pop(name, None)  # a tensor that a hook made
     layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
-
-
-def _remove_parametrizations(layer: nn.Module) -> None:
-    """Keep the values that parametrizations made. Torch's function would break all copies, which share a class."""
-    if parametrize.is_parametrized(layer):
-        made = {name: getattr(layer, name).detach() for name in layer.parametrizations}  # type: ignore[union-attr]
-        layer.__class__ = parametrize.type_before_parametrizations(layer)
-        del layer.parametrizations
-        for name, value in made.items():
-            _set_parameter(layer, name, value)
 
 
 class _Received(BaseException):

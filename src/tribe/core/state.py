@@ -187,10 +187,6 @@ def select_joined(chosen: Tensor, new: T, old: T) -> T:
     """
     if len(chosen) > 1 or chosen.device.type == "cpu":
         return select(chosen, new, old)
-    return _join(chosen, new, old)
-
-
-def _join(chosen: Tensor, new: T, old: T) -> T:
     pairs = [(a, b) for a, b in zip(leaves(new).values(), leaves(old).values(), strict=True) if a is not b]
     picked: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(a.dtype for a, _ in pairs):

@@ -17,7 +17,8 @@ from torch.autograd.function import once_differentiable
 from tribe.core import kernels
 from tribe.core.kernels import activations, statistics
 from tribe.core.packed import ClassStats, PackedStats
-from tribe.norms import Stats, is_whole, register, require
+from tribe.fields import require_whole
+from tribe.norms import Stats, register, require
 
 Convention = Literal["released", "paper"]
 
@@ -78,7 +79,7 @@ class Balanced:
 
     def __post_init__(self) -> None:
         apply_convention(self, CONVENTIONS)
-        require(is_whole(self.classes, least=1), "classes is a whole number, at least 1", self.classes)
+        require_whole(self, "classes")
         require(0 < self.eta <= 1, "eta lies in (0, 1]", self.eta)
         require(0 <= self.gamma <= 1, "gamma lies in [0, 1]", self.gamma)
         require(self.pooled_ddof in (0, 1), "pooled_ddof is 0 or 1", self.pooled_ddof)

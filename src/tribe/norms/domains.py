@@ -11,7 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.norms import Stats, is_whole, register, require
+from tribe.fields import require_whole
+from tribe.norms import Stats, register, require
 
 
 class DomainGroups(NamedTuple):
@@ -36,10 +37,7 @@ class Domains:
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("per_domain", "domains"):
-            require(
-                is_whole(getattr(self, name), least=1), f"{name} is a whole number, at least 1", getattr(self, name)
-            )
+        require_whole(self, "per_domain", "domains")
         require(0 < self.eta <= 1, "eta lies in (0, 1]", self.eta)
 
     @property
