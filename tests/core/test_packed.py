@@ -8,6 +8,7 @@ import reference
 import tribe
 from tribe.core import kernels, packed
 from tribe.core.backbone import Backbone
+from tribe.core.kernels import random_numbers
 from tribe.core.packed import PackedStats, pack
 from tribe.core.rng import Key, uniform
 from tribe.core.state import Stats, count_bytes, digest, leaves
@@ -136,10 +137,10 @@ def test_a_move_of_less_than_a_code_is_not_lost(monkeypatch):
     """Codes are rounded up or down at random; the two mutants round to the nearest, and draw the same numbers again."""
     expected = 1 - (1 - 1e-3) ** 400
     assert follows() == pytest.approx(expected, rel=0.1)
-    monkeypatch.setattr(kernels, "uniform", lambda key, purpose, shape: torch.full((len(key.seed), *shape), 0.5))
+    monkeypatch.setattr(random_numbers, "uniform", lambda key, purpose, shape: torch.full((len(key.seed), *shape), 0.5))
     assert follows() == 0
     monkeypatch.setattr(
-        kernels, "uniform", lambda key, purpose, shape: uniform(key._replace(clock=key.clock * 0), 1, shape)
+        random_numbers, "uniform", lambda key, purpose, shape: uniform(key._replace(clock=key.clock * 0), 1, shape)
     )
     assert follows() != pytest.approx(expected, rel=0.5)
 

@@ -1,14 +1,13 @@
 """Fuse bias, residual addition and ReLU into the normalisation layer next to them.
 
-Bias of the convolution before, residual addition and ReLU after: each would read and write all activations once more.
-They are found by a trial pass with two random images, which records every call of a torch function and of a slot, and
-which call uses whose result. So it does not matter how the network is written. A plan names calls by their number:
+Each would read and write all activations once more. They are found by a trial pass with two random images, which
+records every call of a torch function and of a slot, and which call uses whose result. A plan names calls by their
+number:
 
     conv (bias) -> slot -> add (residual) -> relu      the slot computes all four; the later calls return its result
 
 A value that is fused away must have no other use: no other call takes it, nothing holds it after the pass, and no
-compiled code computes what the record does not show. The trial is repeated with the plan, and its logits must agree:
-in float32 at least, as the rounding of bfloat16 alone can move logits by a tenth.
+compiled code computes what the record does not show. The trial is repeated with the plan, and its logits must agree.
 Each pass checks that it makes the same calls on the same tensors. A network that does not is computed call by call from
 then on; `Fusion.reason` says why.
 """
@@ -39,8 +38,9 @@ METADATA_METHODS = {
     *(Tensor.is_contiguous, Tensor.is_floating_point, Tensor.element_size, Tensor.get_device),
 }
 METADATA_ATTRS = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "itemsize", "nbytes")
-# The largest difference of logits in a trial, relative to the largest logit, in the first precision that reaches it.
-CLOSE = {torch.float32: 0.05, torch.float64: 1e-4}  # float32 may mean TF32
+# The largest difference of logits in a trial, relative to the largest logit, in the first precision that reaches it:
+# float32, which may mean TF32, at least. The rounding of bfloat16 alone can move logits by a tenth.
+CLOSE = {torch.float32: 0.05, torch.float64: 1e-4}
 
 _switch: Switch = "auto"  # "auto": where kernels run
 

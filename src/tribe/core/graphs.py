@@ -1,15 +1,12 @@
 """A method's whole step as one launch: recorded in CUDA graphs for one shape of batch, then replayed.
 
-A step is thousands of small launches, and a fast GPU waits for most of them. A CUDA graph replays them all at once, but
-always on the memory it was recorded with. So there are two states in static memory and two graphs that alternate: one
-reads state 0 and writes state 1, the other the reverse. Nothing large is copied between steps, not even the statistics
-of K = 1000 classes. Images are copied into static memory; a batch smaller than the recorded one is padded with images
-that are not `valid`, which weigh nothing. The steps of a recording are discarded, which affects no stream: a step is
-pure.
+A CUDA graph replays thousands of small launches at once, but always on the memory it was recorded with. So two graphs
+alternate over two states in static memory: one reads state 0 and writes state 1, the other the reverse, and no state is
+copied between steps. Images are copied into static memory; a smaller batch is padded with images that are not `valid`.
+The steps of a recording are discarded, which affects no stream: a step is pure.
 
 Segments: a step may need a decision of the host midway, such as which images enter a memory. The method then calls the
-functions before and after the decision through `segment`, and each of them is captured by itself. Their arguments are
-copied into static memory, and their results out of it.
+functions before and after the decision through `segment`, and each of them is captured by itself.
 
     prediction = segment(self._predict, net, state, x, valid)
     ...                                                     # the host decides

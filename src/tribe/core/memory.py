@@ -7,10 +7,8 @@ Two memories of M places, for S streams at once, as pure functions over tensors:
                 or every newcomer is held, and an image of one of the largest classes leaves (SoTTA)
 
 Each decision depends on those before it, so the B images of a batch are decided one after the other. That loop moves
-only marks of N *entries*, the M places and the B newcomers; ages, scores, draws and equal classes are computed before
-it. It is a chain of a thousand tiny operations, each of which would be a launch on a GPU. So it runs on the host, for
-all streams at once: the host waits once a batch for the labels, and images stay on the device. They are gathered once,
-after the loop.
+only marks of N *entries*, the M places and the B newcomers. It runs on the host, for all streams at once, because each
+of its thousand tiny operations would be a launch on a GPU. Images stay on the device and are gathered once, afterwards.
 
 Images that are not valid do not arrive: they are not held, do not age others and draw no random number. The first
 `held` places are taken, in order of arrival; the others hold zeros. Images are stored flat, `room` values each, in the
