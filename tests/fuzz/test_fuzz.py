@@ -19,7 +19,8 @@ import layouts
 import tribe
 from limited import run_limited
 from tribe import datasets
-from tribe.data.datasets.manifest import Block, Manifest, read_manifest
+from tribe.data.datasets import manifest
+from tribe.data.datasets.manifest import Block, Manifest
 from tribe.data.images import read_image
 from tribe.data.models import weights
 from tribe.data.scenarios import schedules
@@ -57,7 +58,7 @@ def write_state(path):
 
 def write_manifest(path):
     blocks = {"fog@5": Block("0" * 64, "cpu", "2", "1")}
-    path.write_text(Manifest("cifar10", 3, "0" * 64, 0, "common", "down", blocks).json())
+    manifest.write_manifest(path.parent, Manifest("cifar10", 3, "0" * 64, 0, "common", "down", blocks))
 
 
 def write_schedule(path):
@@ -94,7 +95,7 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
         ValueError,
     ),
     "images.idx": (write_idx, read_idx, ValueError),
-    "made.json": (write_manifest, lambda path: read_manifest(path.parent), ValueError),
+    "made.json": (write_manifest, lambda path: manifest.read_manifest(path.parent), ValueError),
     "plain.json": (
         lambda path: path.write_text(json.dumps({"a": [1, 2.5, None, "x"], "b": {"c": True}})),
         lambda path: json_files.read(path, {"a": list, "b": {"c": bool}}),

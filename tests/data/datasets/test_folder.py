@@ -434,11 +434,7 @@ BAD = {
         ValueError,
         f"other classes than .*'{WNIDS[1]}' is in only one of them",
     ),
-    "no pictures": (
-        lambda r: [path.unlink() for path in (r / FOG).rglob("*.JPEG")],
-        MissingData,
-        "holds no images",
-    ),
+    "no pictures": (lambda r: [path.unlink() for path in (r / FOG).rglob("*.JPEG")], MissingData, "holds no images"),
 }
 
 

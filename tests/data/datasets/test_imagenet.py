@@ -13,8 +13,8 @@ from layouts import WNIDS, made, picture
 from tribe import datasets, methods, scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen
-from tribe.data.datasets.class_folders import output_of, outputs_of, wnids
 from tribe.data.datasets.files import MissingData
+from tribe.data.datasets.imagenet import output_of, outputs_of, wnids
 from tribe.data.images import ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream

@@ -70,24 +70,11 @@ def weights(tmp_path):
         "resnet18_mnist": 11_175_370,
         "resnet20": 269_722,
         "resnet110": 1_727_962,
+        "compact": 51_706,
     }.items(),
 )
 def test_the_number_of_parameters_is_the_published_one(name, count):
     assert parameters(on_meta(name)) == count
-
-
-def test_the_compact_network_is_small_enough_to_ship():
-    assert parameters(on_meta("compact")) <= 60_000
-
-
-@published
-@pytest.mark.parametrize(("file", "name"), PUBLISHED.items())
-def test_names_and_shapes_are_those_of_the_published_weights(file, name):
-    with safe_open(WEIGHTS / f"{file}.safetensors", "pt") as opened:
-        theirs = {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
-    ours = {key: tuple(t.shape) for key, t in on_meta(name).state_dict().items()}
-    counts = {key for key in ours if key.endswith("num_batches_tracked")}
-    assert {k: v for k, v in theirs.items() if k not in counts} == {k: v for k, v in ours.items() if k not in counts}
 
 
 @published
@@ -95,11 +82,13 @@ def test_names_and_shapes_are_those_of_the_published_weights(file, name):
 def test_published_weights_load_in_full(file, name):
     net = models.load(name, WEIGHTS / f"{file}.safetensors")
     assert not net.training
+    ours = {key: tensor for key, tensor in net.state_dict().items() if not key.endswith("num_batches_tracked")}
     with safe_open(WEIGHTS / f"{file}.safetensors", "pt") as opened:
-        for key, tensor in net.state_dict().items():
-            if not key.endswith("num_batches_tracked"):
-                assert torch.equal(tensor, opened.get_tensor(key).to(tensor.dtype)), key
-                assert tensor.dtype == torch.float32
+        theirs = {key: opened.get_tensor(key) for key in opened.keys() if "num_batches" not in key}  # noqa: SIM118
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, theirs[key].to(tensor.dtype)), key
     with torch.no_grad():
         confidence = net(images(name)).softmax(1).amax(1)
     assert torch.isfinite(confidence).all()
@@ -131,51 +120,26 @@ def test_bottlenecks_stride_in_the_3x3_convolution_as_torchvisions_do():
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_every_name_gives_logits_for_images_of_its_shape(name):
-    net = on_meta(name, classes=7).eval()
-    assert net(torch.empty(2, *models.architecture(name).shape, device="meta")).shape == (2, 7)
-
-
-@pytest.mark.parametrize("name", models.names())
-def test_every_head_is_where_the_architecture_says(name):
-    head = on_meta(name, classes=7).get_submodule(models.architecture(name).head)
+def test_every_name_gives_logits_for_images_of_its_shape_from_its_head(name):
+    net, design = on_meta(name, classes=7).eval(), models.architecture(name)
+    assert net(torch.empty(2, *design.shape, device="meta")).shape == (2, 7)
+    head = net.get_submodule(design.head)
     assert isinstance(head, nn.Linear)
     assert head.out_features == 7
 
 
-def test_names_cover_what_is_promised():
+def test_names_cover_what_is_promised_and_other_depths_and_widths():
     promised = {"wrn28_10", "resnext29", "resnet18", "resnet18_mnist", "resnet50", "resnet20", "compact"}
     assert promised <= set(models.names())
-
-
-def test_other_depths_and_widths_have_names():
     assert models.architecture("wrn22_3") == models.architecture("wrn", depth=22, width=3)
     assert models.architecture("resnet_cifar", depth=14).depth == 14
-
-
-def test_resnet152_is_torchvisions_though_cifar_has_that_depth_too():
-    assert models.architecture("resnet152").shape == (3, 224, 224)
+    assert models.architecture("resnet152").shape == (3, 224, 224), "torchvision's, though CIFAR has that depth too"
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_same_seed_gives_the_same_weights(name):
     first, second = (torch.manual_seed(3) and models.create(name) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_they_adapt(name):
-    net = models.create(name, classes=4)
-    with torch.no_grad():
-        net(images(name, 16))  # statistics that fit
-    net.eval()
-    adapter = tribe.adapt(net)
-    before = images(name, 6)
-    with torch.no_grad():
-        logits = adapter(before)
-    assert logits.shape == (6, 4)
-    assert torch.isfinite(logits).all()
-    assert adapter.export()(before).shape == (6, 4)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -261,6 +225,7 @@ def test_one_layer_adapts_as_two_do(name, method):
         x = images(name, 6, seed)
         a, b = (adapter(x) for adapter in adapters)
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+        assert torch.isfinite(a).all()
     if method == "cotta":
         return  # it averages views, which is not exported
     exported = [adapter.export() for adapter in adapters]
@@ -360,12 +325,9 @@ def test_other_precisions_become_the_networks_own(dtype, weights, tmp_path):
     torch.testing.assert_close(loaded.linear.weight, net.linear.weight, atol=1e-2, rtol=1e-2)
 
 
-def test_the_number_of_classes_is_read_from_the_file(tmp_path):
+def test_classes_and_normalisation_are_read_from_the_file(tmp_path):
     path = resaved(models.create("compact", classes=37), tmp_path)
     assert models.load("compact", path).fc.out_features == 37
-
-
-def test_normalisation_is_read_from_the_file(tmp_path):
     half = {k: torch.tensor(v) for k, v in zip(("mu", "sigma"), HALF, strict=True)}
     path = resaved(models.create("wrn10_1"), tmp_path, lambda s: s | half)
     net = models.load("wrn10_1", path)
@@ -379,13 +341,9 @@ def test_a_network_behind_a_wrapper_loads_the_librarys_names(weights):
     assert torch.equal(wrapped(x), net(x))
 
 
-def test_a_refused_file_changes_nothing(weights, tmp_path):
-    net, _ = weights
-    before = {k: v.clone() for k, v in net.state_dict().items()}
-    path = resaved(models.create("resnet8", classes=3), tmp_path)
-    with pytest.raises(models.WeightsError):
-        models.load(net, path)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+def saved_as_safetensors(net, folder):
+    save_file(net.state_dict(), folder / "cut.safetensors")
+    return folder / "cut.safetensors"
 
 
 def without(name):
@@ -407,146 +365,91 @@ def written(path, data):
     return path
 
 
-BAD_FILES = {  # what is wrong: (how the file is made, exception, message)
-    "no file": (
-        lambda net, d: d / "none.pt",
-        FileNotFoundError,
-        "no weights file at .*none.pt: place it there, or name",
-    ),
-    "a folder": (lambda net, d: d, IsADirectoryError, "is a folder"),
-    "an unknown suffix": (lambda net, d: written(d / "net.onnx", b"x"), models.WeightsError, "safetensors.*got .onnx"),
-    "text as safetensors": (
-        lambda net, d: written(d / "net.safetensors", b"hello, these are no weights"),
-        models.WeightsError,
-        "not a safetensors file, or it was cut short",
-    ),
-    "empty safetensors": (
-        lambda net, d: written(d / "net.safetensors", b""),
-        models.WeightsError,
-        "not a safetensors file, or it was cut short",
-    ),
-    "a safetensors cut short": (
-        lambda net, d: (save_file(net.state_dict(), d / "cut.safetensors"), cut(d / "cut.safetensors"))[1],
-        models.WeightsError,
-        "cut short",
-    ),
-    "text as pt": (lambda net, d: written(d / "net.pt", b"hello"), models.WeightsError, "not a state dict"),
-    "an empty pt": (lambda net, d: written(d / "net.pt", b""), models.WeightsError, "not a state dict"),
-    "a pt cut short": (lambda net, d: cut(resaved(net, d)), models.WeightsError, "cut short"),
-    "a whole pickled model": (
-        lambda net, d: resaved(net, d, lambda s: net),
-        models.WeightsError,
-        "Python objects beside tensors.*save model.state_dict",
-    ),
-    "a pickle of a function": (
-        lambda net, d: written(d / "net.pt", pickle.dumps(print, protocol=2)),
-        models.WeightsError,
-        "not a state dict|Python objects",
-    ),
-    "a list": (lambda net, d: resaved(net, d, lambda s: [1, 2]), models.WeightsError, "holds no state dict"),
-    "an empty dict": (lambda net, d: resaved(net, d, lambda s: {}), models.WeightsError, "holds no state dict"),
-    "a missing name": (
-        lambda net, d: resaved(net, d, without("layer1.0.bn1.weight")),
-        models.WeightsError,
-        "names do not fit; it lacks layer1.0.bn1.weight$",
-    ),
+BAD_FILES = {  # what is wrong: (how the file is made, a word of the message)
+    "no file": (lambda net, d: d / "none.pt", "no weights file at .*none.pt"),
+    "a folder": (lambda net, d: d, "is a folder"),
+    "an unknown suffix": (lambda net, d: written(d / "net.onnx", b"x"), "got .onnx"),
+    "text as safetensors": (lambda net, d: written(d / "net.safetensors", b"hello, no weights"), "cut short"),
+    "empty safetensors": (lambda net, d: written(d / "net.safetensors", b""), "cut short"),
+    "a safetensors cut short": (lambda net, d: cut(saved_as_safetensors(net, d)), "cut short"),
+    "text as pt": (lambda net, d: written(d / "net.pt", b"hello"), "not a state dict"),
+    "an empty pt": (lambda net, d: written(d / "net.pt", b""), "not a state dict"),
+    "a pt cut short": (lambda net, d: cut(resaved(net, d)), "cut short"),
+    "a whole pickled model": (lambda net, d: resaved(net, d, lambda s: net), "Python objects.*save model.state_dict"),
+    "a pickle of a function": (lambda net, d: written(d / "net.pt", pickle.dumps(print, protocol=2)), "Python objects"),
+    "a list": (lambda net, d: resaved(net, d, lambda s: [1, 2]), "holds no state dict"),
+    "an empty dict": (lambda net, d: resaved(net, d, lambda s: {}), "holds no state dict"),
+    "a missing name": (lambda net, d: resaved(net, d, without("layer1.0.bn1.weight")), "lacks layer1.0.bn1.weight$"),
     "an unexpected name": (
         lambda net, d: resaved(net, d, with_tensor("extra.weight", torch.ones(2))),
-        models.WeightsError,
-        "names do not fit; it has extra.weight in addition",
+        "has extra.weight",
     ),
     "another network": (
         lambda net, d: resaved(nn.Linear(2, 2), d),
-        models.WeightsError,
-        "no name fits.*lacks conv1.weight, bn1.weight.* and .* more, and it has weight, bias in addition",
+        "no name fits.*it has weight, bias",
     ),
     "a name twice": (
         lambda net, d: resaved(net, d, with_tensor("module.conv1.weight", torch.ones(16, 3, 3, 3))),
-        models.WeightsError,
         "conv1.weight twice",
     ),
     "a wrong shape": (
         lambda net, d: resaved(net, d, with_tensor("conv1.weight", torch.ones(16, 1, 3, 3))),
-        models.WeightsError,
         r"conv1.weight is \(16, 1, 3, 3\) where the network has \(16, 3, 3, 3\)",
     ),
     "quantised weights": (
         lambda net, d: resaved(net, d, with_tensor("conv1.weight", torch.ones(16, 3, 3, 3, dtype=torch.int8))),
-        models.WeightsError,
         "conv1.weight is torch.int8",
     ),
     "a weight that is not a number": (
         lambda net, d: resaved(net, d, with_tensor("bn1.weight", torch.full((16,), torch.nan))),
-        models.WeightsError,
-        "bn1.weight holds values that are not finite",
+        "not finite",
     ),
     "another normalisation": (
         lambda net, d: resaved(net, d, lambda s: s | {k: torch.full((3,), 0.5) for k in ("mu", "sigma")}),
-        models.WeightsError,
-        "needs images normalised with mean .*0.5.*build it with normalize=",
+        "build it with normalize=",
     ),
 }
+OTHER_ERRORS = {"no file": FileNotFoundError, "a folder": IsADirectoryError}
 
 
 @pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_weights_get_a_clear_error(case, weights, tmp_path):
-    make, exception, message = BAD_FILES[case]
+def test_bad_weights_get_a_clear_error_and_change_nothing(case, weights, tmp_path):
+    make, message = BAD_FILES[case]
     net, _ = weights
-    with pytest.raises(exception, match=message):
-        models.load(net, make(net, tmp_path))
+    path = make(net, tmp_path)
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(OTHER_ERRORS.get(case, models.WeightsError), match=message):
+        models.load(net, path)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
-BAD_NAMES = {
-    "a typing error": (
-        lambda: models.create("wrn28_1O"),
-        ValueError,
-        "unknown model 'wrn28_1O': did you mean.*wrn28_10",
-    ),
+BAD_NAMES = {  # what is wrong: (the call, exception, a word of the message)
+    "a typing error": (lambda: models.create("wrn28_1O"), ValueError, "did you mean.*wrn28_10"),
     "not a name": (lambda: models.create(None), ValueError, "unknown model None"),
     "an unknown field": (lambda: models.create("resnet20", width=2), TypeError, "no field 'width'"),
     "a field the name fixes": (lambda: models.create("wrn28_10", depth=40), TypeError, "says depth=28 already.*'wrn'"),
     "an impossible wide depth": (lambda: models.create("wrn27_10"), ValueError, "6n \\+ 4.*got 27"),
     "no width": (lambda: models.create("wrn28_0"), ValueError, "width is a whole number, at least 1"),
     "an impossible small depth": (lambda: models.create("resnet_cifar", depth=21), ValueError, "6n \\+ 2.*got 21"),
-    "an impossible depth": (
-        lambda: models.create("resnet", depth=20),
-        ValueError,
-        "one of 18, 34, 50, 101, 152; got 20",
-    ),
-    "no classes": (
-        lambda: models.create("compact", classes=0),
-        ValueError,
-        "classes is a whole number, at least 1; got 0",
-    ),
-    "classes in words": (
-        lambda: models.create("compact", classes="10"),
-        ValueError,
-        "whole number, at least 1; got '10'",
-    ),
-    "grey images with colour's mean": (
-        lambda: models.create("resnet20", channels=1),
-        ValueError,
-        "mean and a std for each of 1 channels",
-    ),
-    "a deviation of zero": (
-        lambda: models.create("compact", normalize=((0.1,), (0.0,))),
-        ValueError,
-        "std above 0",
-    ),
-    "load a file that is not there": (
+    "an impossible depth": (lambda: models.create("resnet", depth=20), ValueError, "one of 18, .*; got 20"),
+    "no classes": (lambda: models.create("compact", classes=0), ValueError, "at least 1; got 0"),
+    "classes in words": (lambda: models.create("compact", classes="10"), ValueError, "at least 1; got '10'"),
+    "grey with colour's mean": (lambda: models.create("resnet20", channels=1), ValueError, "for each of 1 channels"),
+    "no deviation": (lambda: models.create("compact", normalize=((0.1,), (0.0,))), ValueError, "std above 0"),
+    "a missing file": (
         lambda: models.load("wrn28_10", "none.pt"),
         FileNotFoundError,
-        "no weights file at none.pt: place it there, or tribe train DATASET --model wrn28_10 makes one",
+        "tribe train DATASET",
     ),
-    "find weights that are nowhere": (
+    "weights that are nowhere": (
         lambda: models.find("wrn28_10", "cifar10", "here"),
         FileNotFoundError,
-        "Place them there, or make them: tribe train cifar10 --model wrn28_10 .*Commands with --weights FILE",
+        "tribe train cifar10 --model wrn28_10 .*Commands with --weights FILE",
     ),
-    "find weights for data that cannot be trained on here": (
+    "weights for data without a recipe": (
         lambda: models.find("wrn28_10", "folder", "here"),
         FileNotFoundError,
-        "Place them there. Commands with --weights FILE take them from anywhere$",
+        "Place them there. Commands with --weights FILE",
     ),
     "load by a wrong name": (lambda: models.load("resnet21", "none.pt"), ValueError, "unknown model 'resnet21'"),
     "timm without a name": (lambda: models.create("timm"), ValueError, "say which of timm's networks"),

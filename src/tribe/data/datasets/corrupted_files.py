@@ -91,10 +91,8 @@ class CorruptedFiles(ABC):
     image_bytes: int  # of a corrupted image, at least
     at_once: bool  # make all domains in one pass over the clean images, because they are slow to read
 
-    def __enter__(self) -> "CorruptedFiles":
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Stop the threads, if there are any."""
         return None
 
     @abstractmethod
@@ -242,14 +240,11 @@ class JpegFiles(CorruptedFiles):
         target = data_root(out) if out is not None or images == root else root
         self.folder = target / BENCHMARKS[dataset].folder
         self.waiting: deque[Future[None]] = deque()
-
-    def __enter__(self) -> "JpegFiles":
         self.threads = ThreadPoolExecutor(cores(), "tribe-images")
-        self.side = self.shape[1]
-        self.resize = resize_for(self.paths, self.side)
-        return self
+        self.resize = resize_for(self.paths, self.shape[1])
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """Stop the threads."""
         self.threads.shutdown(cancel_futures=True)
 
     def clean_sha256(self) -> str:
@@ -262,9 +257,10 @@ class JpegFiles(CorruptedFiles):
         return torch.stack(list(self.threads.map(self._decode, index.tolist()))).float().div_(255)
 
     def _decode(self, i: int) -> Tensor:
-        image = read_image(self.paths[i], resize=self.resize, crop=None if self.resize is None else self.side)
+        side = self.shape[1]
+        image = read_image(self.paths[i], resize=self.resize, crop=None if self.resize is None else side)
         if image.shape != self.shape:
-            size, expected = f"{image.shape[2]}x{image.shape[1]}", f"{self.side}x{self.side}"
+            size, expected = f"{image.shape[2]}x{image.shape[1]}", f"{side}x{side}"
             raise ValueError(f"{self.paths[i]} is {size} pixels, and the others {expected}, as if all had been cropped")
         return image
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tribe.data.datasets import register, require_domain
-from tribe.data.datasets.class_folders import outputs_of, wnids
 from tribe.data.datasets.files import MissingData, positions
+from tribe.data.datasets.imagenet import outputs_of, wnids
 from tribe.data.images import (
     SKIP,
     ImageFileError,

@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,9 +29,9 @@ from tribe.data.datasets.corrupted_files import (
     chunk_size,
     explained,
 )
-from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest
+from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest, write_manifest
 from tribe.fields import require
-from tribe.io.files import Busy, CannotWrite, exclusive, room_for, write_atomically
+from tribe.io.files import Busy, CannotWrite, exclusive, room_for
 from tribe.registry import nearest
 
 DEFAULT_SEVERITY = 5
@@ -108,13 +109,13 @@ def generate(
     domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
     files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
     progress, started = progress or GenerationProgress(), time.perf_counter()
-    with _locked(files.folder) as folder, files:
+    with _locked(files.folder) as folder, contextlib.closing(files):
         family = family_for(files.shape)
         rounding = "nearest" if family == "mnist" else "down"  # as `to_bytes` does
         fresh = Manifest(dataset, files.count, files.clean_sha256(), seed, family, rounding)
         manifest = _open_manifest(folder, fresh, force)
         if force:
-            manifest = _write_manifest(folder, manifest.without(domain.name for domain in domains))
+            manifest = _unlist(folder, manifest, domains)
             for domain in domains:
                 files.remove(domain)
         missing = {domain: files.missing(domain, manifest.blocks.get(domain.name)) for domain in domains}
@@ -122,7 +123,7 @@ def generate(
         left = sum(int(lacking.sum()) for lacking in missing.values())
         if (needed := left * files.image_bytes) > shutil.disk_usage(folder).free:
             raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
-        manifest = _write_manifest(folder, manifest.without(domain.name for domain in made))
+        manifest = _unlist(folder, manifest, made)
         files.write_labels(names)
         there = [domain.name for domain in domains if domain not in made]
         progress.begin(left, there)
@@ -132,7 +133,7 @@ def generate(
             for domain in group:
                 if domain.name not in manifest.blocks:
                     block = Block(files.sha256(domain), place.type, torch.__version__, __version__)
-                    manifest = _write_manifest(folder, manifest.with_block(domain.name, block))
+                    manifest = _write(folder, replace(manifest, blocks={**manifest.blocks, domain.name: block}))
                     progress.finish(domain.name)
     return Summary(folder, [domain.name for domain in made], there, files.count, time.perf_counter() - started)
 
@@ -206,16 +207,19 @@ def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
     if difference is not None and not force:
         raise ValueError(f"{folder} was made with {difference}: use another --out, or --force to begin anew")
     if manifest is None or difference is not None:
-        return _write_manifest(folder, fresh)
+        return _write(folder, fresh)
     return manifest
 
 
-def _write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    content = manifest.json().encode()
-    path = folder / FILE
-    if not path.is_file() or path.read_bytes() != content:
-        with explained(path):
-            write_atomically(path, content)
+def _unlist(folder: Path, manifest: Manifest, domains: Sequence[CorruptedDomain]) -> Manifest:
+    """Remove domains from the manifest, before their files change."""
+    names = {domain.name for domain in domains}
+    return _write(folder, replace(manifest, blocks={d: b for d, b in manifest.blocks.items() if d not in names}))
+
+
+def _write(folder: Path, manifest: Manifest) -> Manifest:
+    with explained(folder / FILE):
+        write_manifest(folder, manifest)
     return manifest
 
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from tribe.data.corruptions import require_severity
 from tribe.data.datasets import register
-from tribe.data.datasets.class_folders import ListedImages
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find
+from tribe.data.datasets.imagenet import ListedImages
 from tribe.data.datasets.manifest import require_block
 from tribe.data.images import Unreadable, check_reading
 from tribe.data.scenarios import IMAGENET_C

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tribe.data.datasets.files import MissingData
 from tribe.io import json_files
+from tribe.io.files import write_atomically
 
 FILE = "made.json"
 SCHEMA = 1
@@ -46,19 +47,6 @@ class Manifest:
     rounding: str  # of pixels to bytes, "nearest" or "down"
     blocks: Mapping[str, Block] = field(default_factory=dict)
 
-    def json(self) -> str:
-        """Return the content of the file."""
-        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=2, sort_keys=True) + "\n"
-
-    def with_block(self, domain: str, block: Block) -> "Manifest":
-        """Return the manifest with another complete domain."""
-        return dataclasses.replace(self, blocks={**self.blocks, domain: block})
-
-    def without(self, domains: Iterable[str]) -> "Manifest":
-        """Return the manifest without some domains."""
-        removed = set(domains)
-        return dataclasses.replace(self, blocks={d: block for d, block in self.blocks.items() if d not in removed})
-
     def difference(self, other: "Manifest") -> str | None:
         """Return how the settings of another manifest differ, as part of an error message."""
         for name in ("dataset", "clean", "images", "seed", "family", "rounding"):
@@ -75,12 +63,15 @@ def read_manifest(folder: Path) -> Manifest | None:
         fields = json_files.read(path, {"schema": {SCHEMA}, **FIELDS}, advice)
     except FileNotFoundError:
         return None
-    known = {field.name for field in dataclasses.fields(Block)}
-    blocks = {
-        domain: Block(**{name: value for name, value in block.items() if name in known})
-        for domain, block in fields["blocks"].items()
-    }
-    return Manifest(**{name: fields[name] for name in FIELDS if name != "blocks"}, blocks=blocks)
+    known = Block.__dataclass_fields__
+    blocks = {domain: Block(**{name: block[name] for name in known}) for domain, block in fields.pop("blocks").items()}
+    return Manifest(**{name: fields[name] for name in FIELDS if name in fields}, blocks=blocks)
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder; an interrupted write leaves the old one."""
+    content = json.dumps({"schema": SCHEMA, **dataclasses.asdict(manifest)}, indent=2, sort_keys=True) + "\n"
+    write_atomically(folder / FILE, content.encode())
 
 
 def is_published(folder: Path) -> bool:

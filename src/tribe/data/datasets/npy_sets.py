@@ -16,15 +16,7 @@ from torch import Tensor
 
 from tribe.data.corruptions import SEVERITIES, require_severity
 from tribe.data.datasets import register, require_domain
-from tribe.data.datasets.files import (
-    data_root,
-    download_hint,
-    find,
-    open_images,
-    open_labels,
-    positions,
-    to_images,
-)
+from tribe.data.datasets.files import data_root, download_hint, find, open_images, open_labels, positions, to_images
 from tribe.data.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
 from tribe.data.scenarios import CIFAR_C, MNIST_C
 

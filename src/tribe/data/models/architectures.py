@@ -46,11 +46,6 @@ class BatchNormReLU(nn.BatchNorm2d):
         return self.act(super().forward(x))  # type: ignore[no-any-return]
 
 
-def global_pool(x: Tensor) -> Tensor:
-    """The mean over all pixels, (N, C, H, W) -> (N, C)."""
-    return x.mean((2, 3))
-
-
 @dataclass(frozen=True)
 class Architecture(ABC):
     """The configuration of a network. Its fields are those that `create` takes; `build` makes the network."""

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from tribe.data.models.architectures import IMAGENET, Architecture, Normalization, input_layer, register
 
-EXTRA = "models"  # the extra of this package that installs both
-
 
 class Normalized(nn.Module):
     """A network of another library after its input normalisation, so that it takes images in [0, 1]."""
@@ -59,7 +57,7 @@ class External(Architecture):
         except (ImportError, RuntimeError) as error:  # RuntimeError: torchvision built for another torch
             raise ImportError(
                 f"{self.name}/{self.model} needs {self.name}, which cannot be imported here ({error}): "
-                f"pip install 'tribe-tta[{EXTRA}]'"
+                f"pip install 'tribe-tta[models]'"
             ) from error
 
 

@@ -20,7 +20,6 @@ from tribe.data.models.architectures import (
     Architecture,
     BatchNormReLU,
     Normalization,
-    global_pool,
     input_layer,
     register,
 )
@@ -114,7 +113,7 @@ class ResNet(nn.Module):
         x = self.bn1(self.conv1(self.normalize(x)))
         x = F.max_pool2d(x, 3, 2, 1)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(global_pool(x))  # type: ignore[no-any-return]
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("resnet")
@@ -194,7 +193,7 @@ class SmallResNet(nn.Module):
         """Images in [0, 1] -> logits."""
         x = self.bn1(self.conv1(self.normalize(x)))
         x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(global_pool(x))  # type: ignore[no-any-return]
+        return self.linear(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("resnet_cifar")
@@ -264,7 +263,7 @@ class ResNeXt29(nn.Module):
         """Images in [0, 1] -> logits."""
         x = self.bn_1(self.conv_1_3x3(self.normalize(x)))
         x = self.stage_3(self.stage_2(self.stage_1(x)))
-        return self.classifier(global_pool(x))  # type: ignore[no-any-return]
+        return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("resnext29")
@@ -328,7 +327,7 @@ class WideResNet(nn.Module):
         """Images in [0, 1] -> logits."""
         x = self.conv1(self.normalize(x))
         x = self.block3(self.block2(self.block1(x)))
-        return self.fc(global_pool(self.bn1(x)))  # type: ignore[no-any-return]
+        return self.fc(self.bn1(x).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("wrn")

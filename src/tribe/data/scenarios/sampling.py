@@ -57,13 +57,11 @@ class LongTail:
     """Class k keeps n_0 (1/IF)^(k/(K-1)) images, rounded down; fewer if it has fewer, so lengths may differ.
 
     A strong imbalance leaves the last classes without an image: CIFAR-100 at 200 loses 13, also in the paper's tables.
-    That is a warning, or an error with ``empty="raise"``. Fewer than two classes left are always an error.
+    That is a warning; fewer than two classes left are an error.
     """
 
     imbalance: float = 100.0  # IF, the largest class over the smallest
     varying: bool = False  # True: each domain assigns the counts to the classes at random (GLI-TTA-V)
-    head: int | None = None  # n_0; None: images / K, which is 1000 for MNIST although its class 0 has 980
-    empty: Literal["warn", "raise"] = "warn"  # if a class is left without an image
 
     def __post_init__(self) -> None:
         plain_numbers(self)
@@ -73,8 +71,6 @@ class LongTail:
             self.imbalance,
         )
         require(isinstance(self.varying, bool), "varying is True or False", self.varying)
-        require(self.head is None or is_whole(self.head, least=1), "head is a number of images, at least 1", self.head)
-        require(self.empty in ("warn", "raise"), "empty is 'warn' or 'raise'", self.empty)
 
     def share(self, classes: int, draw: Draw = "released") -> Floats:
         """(K,) the size of each class relative to the first; NOTE the paper has k/K where the release has k/(K-1)."""
@@ -87,8 +83,7 @@ class LongTail:
         >>> LongTail(100).counts(10, 10_000).tolist()
         [1000, 599, 359, 215, 129, 77, 46, 27, 16, 10]
         """
-        head = images // classes if self.head is None else self.head
-        return np.array([int(head * share) for share in self.share(classes, draw)], dtype=np.int64)
+        return np.array([int(images // classes * share) for share in self.share(classes, draw)], dtype=np.int64)
 
     def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
         """Keep the first few of each class after a shuffle."""
@@ -96,7 +91,7 @@ class LongTail:
         counts, share = self.counts(classes, images, draw), self.share(classes, draw)
         if lost := int((counts == 0).sum()):
             message = f"an imbalance of {self.imbalance:g} leaves {lost} of {classes} classes without an image"
-            if self.empty == "raise" or classes - lost < 2:
+            if classes - lost < 2:
                 raise ValueError(f"{message}: the largest has {counts.max()}. Lower the imbalance, or use more images")
             warnings.warn(f"{message}, in every domain", stacklevel=2)
         if self.varying:
@@ -126,13 +121,11 @@ class Dirichlet:
 
     sigma: float = 0.1  # concentration; smaller: fewer classes at a time
     window: int = 64  # samples that share one q in the paper's draw, a batch
-    slots: int | None = None  # stretches of a domain in the released draw; None: min(K, 100)
 
     def __post_init__(self) -> None:
         plain_numbers(self)
         require(is_number(self.sigma) and self.sigma > 0, "sigma is a number above 0", self.sigma)
         require(is_whole(self.window, least=1), "window is a number of samples, at least 1", self.window)
-        require(self.slots is None or is_whole(self.slots, least=1), "slots is a number, at least 1", self.slots)
 
     def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
         """Put the images in the order of the stream."""
@@ -141,7 +134,7 @@ class Dirichlet:
     def _slots(self, pool: ClassPool, rng: Random) -> Ints:
         """Cut each class into one part per slot, sizes q_k ~ Dir(sigma); order the classes of a slot at random."""
         classes = len(pool.members)
-        slots = self.slots or min(classes, 100)
+        slots = min(classes, 100)
         q = rng.dirichlet([self.sigma] * slots, size=classes)  # (K, slots)
         if not np.isfinite(q).all():
             raise ValueError(f"sigma {self.sigma} is too small for the released sampler to compute; use draw='paper'")
