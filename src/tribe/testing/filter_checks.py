@@ -13,16 +13,8 @@ from torch import Tensor
 
 from tribe.core.state import clone, digest, leaves, stream
 from tribe.filters import TimeFilter
-from tribe.testing.samples import (
-    generators_stay,
-    is_finite,
-    labels_in_bursts,
-    predictions,
-    require_documentation,
-    require_same_layout,
-    saved_and_loaded,
-    seed_generators,
-)
+from tribe.testing import shared
+from tribe.testing.samples import labels_in_bursts, predictions
 
 CLASSES = 10
 STAY = 0.95  # probability that the next image has the same class: bursts of about 20 images
@@ -70,18 +62,19 @@ def _answers(played: _Played, logits: Tensor) -> Tensor:
     return torch.where(played.used.unsqueeze(-1), played.logits, logits.log_softmax(-1))
 
 
-def _errors(played: _Played, logits: Tensor, labels: Tensor) -> int:
-    return int((_answers(played, logits).argmax(-1) != labels).sum())
+def _compared(played: _Played, logits: Tensor) -> shared.Played:
+    """Return all of a run that must be the same in an equal run."""
+    return shared.Played([_answers(played, logits), played.used], played.state)
+
+
+def _errors(answers: Tensor, labels: Tensor) -> int:
+    return int((answers.argmax(-1) != labels).sum())
 
 
 def _same(one: _Played, other: _Played, logits: Tensor, tolerance: float = 1e-9) -> bool:
     """Return whether two runs give the same answers to the same predictions."""
     gap = (_answers(one, logits) - _answers(other, logits)).abs()
     return torch.equal(one.used, other.used) and bool((gap <= tolerance).all())
-
-
-def _first(played: _Played, images: int) -> _Played:
-    return played._replace(logits=played.logits[:, :images], used=played.used[:, :images])
 
 
 def _moved(state: Any, other: Any, tolerance: float = 1e-9) -> list[str]:
@@ -92,15 +85,12 @@ def _moved(state: Any, other: Any, tolerance: float = 1e-9) -> list[str]:
 
 def is_deterministic(filter: TimeFilter) -> None:
     """Catches draws from the global random generators, and anything kept outside the state."""
-    _, logits = _bursts(2, 150)
-    seed_generators(1)
-    first = _play(filter, logits)
-    seed_generators(2)
-    second = _play(filter, logits)
-    assert _same(first, second, logits, 0), "answers differ between equal runs"
-    assert digest(first.state) == digest(second.state), "states differ between equal runs"
-    with generators_stay():
-        _play(filter, logits[:, :20])
+    (_, logits), runs = _bursts(2, 150), []
+    for seed in (1, 2):
+        shared.seed_generators(seed)
+        with shared.generators_stay():
+            runs.append(_compared(_play(filter, logits), logits))
+    shared.require_same(runs[0], runs[1], "between equal runs")
 
 
 def mutates_nothing(filter: TimeFilter) -> None:
@@ -134,13 +124,12 @@ def streams_are_independent(filter: TimeFilter) -> None:
 def resumes_exactly(filter: TimeFilter) -> None:
     """Catches anything outside the state that a step depends on: the state is saved in mid-stream and loaded."""
     logits = _bursts(2, 200)[1].float()
-    whole = _play(filter, logits)
-    middle = _play(filter, logits[:, :100])
-    resumed = saved_and_loaded(middle.state, filter.init(2, CLASSES, logits.new_empty(0)))
-    rest = _play(copy.deepcopy(filter), logits[:, 100:], state=resumed)
+    start, end = logits.split(100, 1)
+    whole, middle = _play(filter, logits), _play(filter, start)
+    resumed = shared.saved_and_loaded(middle.state, filter.init(2, CLASSES, logits.new_empty(0)))
+    rest = _play(copy.deepcopy(filter), end, state=resumed)
     last = whole._replace(logits=whole.logits[:, 100:], used=whole.used[:, 100:])
-    assert _same(last, rest, logits[:, 100:], 0), "answers differ after resuming"
-    assert digest(whole.state) == digest(rest.state), "states differ after resuming"
+    shared.require_same(_compared(last, end), _compared(rest, end), "after resuming")
 
 
 def batch_size_does_not_matter(filter: TimeFilter) -> None:
@@ -163,7 +152,8 @@ def is_causal(filter: TimeFilter) -> None:
     other = logits.clone()
     other[:, place:] = other[:, place:].flip(-1) * 3
     first = place // batch * batch if filter.uses_batch else place
-    one, two = (_first(_play(filter, z, batch=batch), first) for z in (logits, other))
+    runs = (_play(filter, z, batch=batch) for z in (logits, other))
+    one, two = (run._replace(logits=run.logits[:, :first], used=run.used[:, :first]) for run in runs)
     assert _same(one, two, logits[:, :first]), "a later image changed an earlier answer"
 
 
@@ -226,16 +216,14 @@ def stays_finite(filter: TimeFilter) -> None:
                 run = _play(filter, batch, state=state)
                 state = run.state
                 assert bool(run.logits.isfinite().all()), f"{case}, {classes} classes: an answer is not finite"
-                assert is_finite(state), f"{case}, {classes} classes: the state is not finite"
+                assert shared.is_finite(state), f"{case}, {classes} classes: the state is not finite"
 
 
 def keeps_no_graph(filter: TimeFilter) -> None:
     """Catches an autograd graph that grows with the stream."""
-    logits = _bursts(1, 60)[1].requires_grad_()
     with torch.enable_grad():
-        run = _play(filter, logits)
-    for t in (run.logits, *leaves(run.state).values()):
-        assert not t.requires_grad, "a result still has a graph"
+        run = _play(filter, _bursts(1, 60)[1].requires_grad_())
+    shared.require_no_graph(run.logits, *leaves(run.state).values())
 
 
 def answers_are_log_probabilities(filter: TimeFilter) -> None:
@@ -253,7 +241,7 @@ def state_size_is_fixed(filter: TimeFilter) -> None:
     for dtype in (torch.float32, torch.float64):
         logits = _bursts(2, 120)[1].to(dtype)
         start, end = filter.init(2, CLASSES, logits.new_empty(0)), _play(filter, logits, batch=40).state
-        require_same_layout(start, end)
+        shared.require_same_layout(start, end)
         for name, t in leaves(end).items():
             assert len(t) == 2, f"{name} of the state has {len(t)} rows for 2 streams"
 
@@ -261,7 +249,7 @@ def state_size_is_fixed(filter: TimeFilter) -> None:
 def helps_in_bursts(filter: TimeFilter) -> None:
     """Catches a filter that never turns on, or makes noisy predictions of bursts worse."""
     labels, logits = _bursts(4, 400)
-    with_it, without = _errors(_play(filter, logits), logits, labels), int((logits.argmax(-1) != labels).sum())
+    with_it, without = (_errors(z, labels) for z in (_answers(_play(filter, logits), logits), logits))
     assert with_it < without, f"{with_it} errors in {labels.numel()} images with the filter, {without} without"
 
 
@@ -296,7 +284,7 @@ def does_no_harm_to_a_cautious_network(filter: TimeFilter) -> None:
         labels = labels_in_bursts(2, END + 400, 100, stay)
         logits = predictions(labels, 100, MARGINS[100], CAUTIOUS)
         answers = _answers(_play(filter, logits), logits)
-        with_it, without = (int((z.argmax(-1) != labels)[:, END:].sum()) for z in (answers, logits))
+        with_it, without = (_errors(z[:, END:], labels[:, END:]) for z in (answers, logits))
         assert with_it <= without, f"{with_it} errors in 800 images with the filter, {without} without (stay {stay:g})"
 
 
@@ -312,7 +300,7 @@ def turns_off_when_bursts_end(filter: TimeFilter) -> None:
 
 def is_documented(filter: TimeFilter) -> None:
     """Catches a filter without a docstring, a paper or a name, and an `always_on` that gives no reason."""
-    require_documentation(type(filter))
+    shared.require_documentation(type(filter))
     assert filter.always_on is None or len(filter.always_on.split()) > 4, "always_on gives no reason"
 
 

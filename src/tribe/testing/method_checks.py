@@ -13,19 +13,8 @@ from tribe.core.memory import Reservoir, Timely
 from tribe.core.state import clone, digest, hash_tensors, leaves, stream
 from tribe.core.validation import good_images
 from tribe.methods import AnyMethod, Pipeline
-from tribe.testing.samples import (
-    CLASSES,
-    SIZE,
-    generators_stay,
-    images,
-    is_finite,
-    require_documentation,
-    require_same_layout,
-    saved_and_loaded,
-    seed_generators,
-    small_backbone,
-    small_network,
-)
+from tribe.testing import shared
+from tribe.testing.samples import CLASSES, SIZE, images, small_backbone, small_network
 
 
 class _StrictBackbone(Backbone):
@@ -45,26 +34,29 @@ class _StrictBackbone(Backbone):
         return output._replace(logits=output.logits.where(counted.unsqueeze(-1), arbitrary), features=features)
 
 
-def _play(method: AnyMethod, net: Backbone, state: Any, batches: Iterable[Tensor]) -> tuple[list[Tensor], Any]:
+def _play(method: AnyMethod, net: Backbone, state: Any, batches: Iterable[Tensor]) -> shared.Played:
     outputs = []
     for x in batches:
         y, state = method.step(net, state, x)
         outputs.append(y)
-    return outputs, state
+    return shared.Played(outputs, state)
 
 
-def _stream_of(streams: int, batch: int = 6, steps: int = 4) -> list[Tensor]:
-    return [images(streams, batch, seed) for seed in range(steps)]
+def _batches(streams: int, steps: int = 4, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [images(streams, 6, seed, dtype) for seed in range(steps)]
+
+
+def _started(
+    method: AnyMethod, streams: int = 1, steps: int = 2, dtype: torch.dtype = torch.float32
+) -> tuple[Backbone, Any]:
+    """Return a network, and the state of streams after some batches."""
+    net = small_backbone(dtype)
+    return net, _play(method, net, method.init(net, streams), _batches(streams, steps, dtype)).state
 
 
 def _adapted(state: Any) -> dict[str, Tensor]:
     """Return the tensors of a state that can change predictions: all but `key` and `info`."""
     return {name: t for name, t in leaves(state).items() if not {"key", "info"} & set(name.split("."))}
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same bits: NaN equals NaN."""
-    return hash_tensors({"": one}) == hash_tensors({"": other})
 
 
 def never_sees_labels(method: AnyMethod) -> None:
@@ -77,24 +69,14 @@ def never_sees_labels(method: AnyMethod) -> None:
 
 
 def is_deterministic(method: AnyMethod) -> None:
-    """Catches draws from the global random generators, and anything kept outside the state."""
-    net, batches = small_backbone(), _stream_of(2)
-    runs = []
+    """Catches draws from torch's, numpy's or Python's global generator, and anything kept outside the state."""
+    net, batches, runs = small_backbone(), _batches(2), []
     for seed in (1, 2):
-        seed_generators(seed)
-        outputs, state = _play(method, net, method.init(net, 2, seed=5), batches)
-        runs.append((outputs, digest(state)))
-    (first, first_state), (second, second_state) = runs
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "predictions differ between equal runs"
-    assert first_state == second_state, "states differ between equal runs"
-
-
-def leaves_global_random_state_alone(method: AnyMethod) -> None:
-    """Catches a step that draws from torch's, numpy's or Python's global generator, or seeds it."""
-    net = small_backbone()
-    with generators_stay():
-        _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
-        method.predict(net, state, images(1, 6))
+        shared.seed_generators(seed)
+        with shared.generators_stay():
+            runs.append(_play(method, net, method.init(net, 2, seed=5), batches))
+            method.predict(net, runs[-1].state, batches[0])
+    shared.require_same(runs[0], runs[1], "between equal runs")
 
 
 def its_clock_ticks(method: AnyMethod) -> None:
@@ -104,7 +86,7 @@ def its_clock_ticks(method: AnyMethod) -> None:
     """
     net = small_backbone()
     state, clocks = method.init(net, 2, seed=5), []
-    for x in _stream_of(2, steps=3):
+    for x in _batches(2, steps=3):
         _, state = method.step(net, state, x)
         clocks.append(state.key.clock.tolist())
     assert clocks == [[1, 1], [2, 2], [3, 3]], f"the clocks of two streams after each of three steps are {clocks}"
@@ -113,8 +95,7 @@ def its_clock_ticks(method: AnyMethod) -> None:
 
 def mutates_nothing(method: AnyMethod) -> None:
     """Catches in-place optimisers, a trained backbone, counters on the object, and changed input images."""
-    net = small_backbone()
-    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    net, state = _started(method, 2)
     x = images(2, 6, seed=9)
     x[0, 1] = 0  # an image that screening or clipping might touch
     old_state, old_x, old_method = clone(state), x.clone(), copy.deepcopy(vars(method))
@@ -130,8 +111,8 @@ def mutates_nothing(method: AnyMethod) -> None:
 
 def reusing_memory_changes_no_number(method: AnyMethod) -> None:
     """Catches a step that reads the memory it reuses, or that reuses the memory of the state it was given."""
-    net, batches = small_backbone(), _stream_of(2)
-    expected, expected_state = _play(method, net, method.init(net, 2), batches)
+    net, batches = small_backbone(), _batches(2)
+    expected = _play(method, net, method.init(net, 2), batches)
     state, retired, outputs = method.init(net, 2), None, []
     for x in batches:
         before, old = digest(state), state
@@ -139,14 +120,13 @@ def reusing_memory_changes_no_number(method: AnyMethod) -> None:
         assert digest(old) == before, "the step changed its state, although another one was retired"
         outputs.append(y)
         retired = old
-    assert all(torch.equal(a, b) for a, b in zip(expected, outputs, strict=True)), "predictions differ"
-    assert digest(expected_state) == digest(state), "states differ"
+    shared.require_same(expected, shared.Played(outputs, state), "where memory is used again")
 
 
 def streams_are_independent(method: AnyMethod) -> None:
     """Catches statistics, losses, thresholds or random draws shared between streams: S together = each alone."""
     net, streams = small_backbone(torch.float64), 3
-    batches = [images(streams, 6, seed, torch.float64) for seed in range(4)]
+    batches = _batches(streams, dtype=torch.float64)
     together, state = _play(method, net, method.init(net, streams, seed=7), batches)
     for i in range(streams):
         alone, alone_state = _play(method, net, method.init(net, 1, seed=7 + i), [x[i : i + 1] for x in batches])
@@ -159,26 +139,23 @@ def streams_are_independent(method: AnyMethod) -> None:
 
 def saves_and_resumes(method: AnyMethod) -> None:
     """Catches anything outside the state that a step depends on: the state is saved in mid-stream and loaded."""
-    net, batches = small_backbone(), _stream_of(2)
-    whole, end = _play(method, net, method.init(net, 2, seed=3), batches)
-    _, middle = _play(method, net, method.init(net, 2, seed=3), batches[:2])
-    resumed = saved_and_loaded(middle, method.init(net, 2))
-    rest, resumed_end = _play(copy.deepcopy(method), small_backbone(), resumed, batches[2:])
-    assert all(torch.equal(a, b) for a, b in zip(whole[2:], rest, strict=True)), "predictions differ after resuming"
-    assert digest(end) == digest(resumed_end), "states differ after resuming"
+    net, batches = small_backbone(), _batches(2)
+    whole = _play(method, net, method.init(net, 2, seed=3), batches)
+    middle = _play(method, net, method.init(net, 2, seed=3), batches[:2]).state
+    resumed = shared.saved_and_loaded(middle, method.init(net, 2))
+    rest = _play(copy.deepcopy(method), small_backbone(), resumed, batches[2:])
+    shared.require_same(whole._replace(outputs=whole.outputs[2:]), rest, "after resuming")
 
 
 def keeps_no_graph(method: AnyMethod) -> None:
     """Catches an autograd graph that grows with the stream, and a step that differs under no_grad."""
-    net, batches = small_backbone(), _stream_of(1)
+    net, batches = small_backbone(), _batches(1)
     with torch.no_grad():
-        plain, plain_state = _play(method, net, method.init(net), batches)
+        plain = _play(method, net, method.init(net), batches)
     with torch.enable_grad():
-        outputs, state = _play(method, net, method.init(net), [x.clone().requires_grad_() for x in batches])
-    for t in (*outputs, *leaves(state).values()):
-        assert not t.requires_grad, "a result still has a graph"
-    assert all(torch.equal(a, b) for a, b in zip(plain, outputs, strict=True)), "grad mode changes predictions"
-    assert digest(plain_state) == digest(state), "grad mode changes the state"
+        traced = _play(method, net, method.init(net), [x.clone().requires_grad_() for x in batches])
+    shared.require_no_graph(*traced.outputs, *leaves(traced.state).values())
+    shared.require_same(plain, traced, "with gradients and without")
 
 
 def stays_finite(method: AnyMethod) -> None:
@@ -203,7 +180,7 @@ def stays_finite(method: AnyMethod) -> None:
             y, state = method.step(net, state, batch)
             bad += int((~good_images(batch)).sum())
             assert y.isfinite().all(), f"{case}: a prediction is not finite"
-            assert is_finite(state), f"{case}: the state is not finite"
+            assert shared.is_finite(state), f"{case}: the state is not finite"
             assert int(state.info.skipped) == bad, (
                 f"{case}: {int(state.info.skipped)} images were skipped, and {bad} are bad. `commit_step` also skips "
                 "good images if the step's results for them are not finite"
@@ -236,36 +213,32 @@ def padding_weighs_nothing(method: AnyMethod) -> None:
 
 def a_poisoned_batch_touches_nothing(method: AnyMethod) -> None:
     """Catches a clock, an optimiser or a statistic that moves although no image was valid."""
-    net = small_backbone()
-    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    net, state = _started(method, 2)
     x = images(2, 6, seed=5)
     x[0] = float("nan")
     _, end = method.step(net, state, x)
     new, old = stream(end, 0, 2), stream(state, 0, 2)
     assert int(new.info.skipped) == int(old.info.skipped) + 6, "the skipped images were not counted"
-    before = leaves(old)
-    moved = [
-        name for name, t in leaves(new).items() if not name.endswith("info.skipped") and not _same(t, before[name])
-    ]
+    before, after = leaves(old), leaves(new)  # NaN equals NaN
+    same = {name for name, t in after.items() if hash_tensors({"": t}) == hash_tensors({"": before[name]})}
+    moved = sorted(name for name in after.keys() - same if not name.endswith("info.skipped"))
     assert not moved, f"a batch of nothing but NaN moved the state: {', '.join(moved)}"
     assert int(end.info.images[1]) == int(state.info.images[1]) + 6, "the other stream did not learn"
 
 
 def says_nothing_of_what_does_not_count(method: AnyMethod) -> None:
     """Catches raw predictions of padding, or of images that are not finite: their logits must be equal."""
-    net = small_backbone()
-    _, state = _play(method, net, method.init(net, 2), _stream_of(2, steps=2))
+    net, state = _started(method, 2)
     x = images(2, 6, seed=5)
     x[0, 2, 0, 3, 3], x[1] = float("nan"), float("inf")
-    real = torch.arange(6).lt(5).expand(2, 6)
-    for valid in (None, real):
-        ignored = ~x.isfinite().flatten(2).all(2) | (~real if valid is not None else False)
-        for what, y in (
+    bad, padding = ~x.isfinite().flatten(2).all(2), torch.arange(6).eq(5).expand(2, 6)
+    for valid, ignored in ((None, bad), (~padding, bad | padding)):
+        for verb, y in (
             ("step", method.step(net, state, x, valid)[0]),
             ("predict", method.predict(net, state, x, valid)),
         ):
             assert bool((y.amax(-1) == y.amin(-1))[ignored].all()), (
-                f"{what} prefers a class for padding, or for an image that is not finite; expected equal ones, see "
+                f"{verb} prefers a class for padding, or for an image that is not finite; expected equal ones, see "
                 "tribe.methods.mask_logits"
             )
 
@@ -284,8 +257,7 @@ def cost_does_not_grow(method: AnyMethod) -> None:
     for dtype in (torch.float32, torch.float64):
         net = small_backbone(dtype)
         start = method.init(net)
-        _, end = _play(method, net, start, [images(1, 6, seed, dtype) for seed in range(4)])
-        require_same_layout(start, end)
+        shared.require_same_layout(start, _play(method, net, start, _batches(1, dtype=dtype)).state)
 
 
 def adapts(method: AnyMethod) -> None:
@@ -312,7 +284,7 @@ def a_few_images_are_enough(method: AnyMethod) -> None:
     net = small_backbone()
     start = method.init(net)
     before, moved = _adapted(start), []
-    for batches in ([images(1, 24, seed) for seed in range(8)], _stream_of(1, steps=2)):
+    for batches in ([images(1, 24, seed) for seed in range(8)], _batches(1, steps=2)):
         _, end = _play(method, net, start, batches)
         moved.append({name for name, t in _adapted(end).items() if not torch.equal(t, before[name])})
     # A guard's alarms and last good state need hundreds of images; they have tests of their own.
@@ -327,8 +299,7 @@ def a_few_images_are_enough(method: AnyMethod) -> None:
 
 def prediction_comes_before_learning(method: AnyMethod) -> None:
     """Catches a step that learns from a batch before it predicts it, and a predict that disagrees with step."""
-    net = small_backbone()
-    _, state = _play(method, net, method.init(net), _stream_of(1, steps=2))
+    net, state = _started(method)
     x = images(1, 6, seed=8)
     y, _ = method.step(net, state, x)
     assert torch.allclose(y, method.predict(net, state, x), rtol=0, atol=1e-5), "step and predict disagree"
@@ -339,8 +310,7 @@ def predicts_with_what_it_deploys(method: AnyMethod) -> None:
 
     The network of `deployed` is the one that is exported.
     """
-    net = small_backbone(torch.float64)
-    _, state = _play(method, net, method.init(net, 2), [images(2, 6, seed, torch.float64) for seed in range(4)])
+    net, state = _started(method, 2, 4, torch.float64)
     x = images(2, 6, 8, torch.float64)
     passed = method.deployed(net, state).logits(net, x, torch.ones(2, 6, dtype=torch.bool))
     predicted = method.predict(net, state, x)
@@ -358,13 +328,12 @@ def predicts_with_what_it_deploys(method: AnyMethod) -> None:
 
 def is_documented(method: AnyMethod) -> None:
     """Catches a method without a docstring, a paper or a name."""
-    require_documentation(type(Pipeline.of(method).method))
+    shared.require_documentation(type(Pipeline.of(method).method))
 
 
 METHOD_CHECKS: tuple[Callable[[AnyMethod], None], ...] = (
     never_sees_labels,
     is_deterministic,
-    leaves_global_random_state_alone,
     its_clock_ticks,
     mutates_nothing,
     reusing_memory_changes_no_number,

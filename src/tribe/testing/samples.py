@@ -2,21 +2,15 @@
 
 import copy
 import functools
-import inspect
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, cast
 
-import numpy as np
 import torch
-from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.rng import Key, normal, uniform
-from tribe.core.state import leaves, rebuild
 from tribe.methods import AnyMethod, Pipeline, with_fields
 
 CLASSES = 4  # of the small network
@@ -121,59 +115,3 @@ def small(method: AnyMethod) -> AnyMethod:
         limits: Mapping[str, Any] = getattr(part, "small", {})
         smaller |= {name: limit for name, limit in limits.items() if getattr(part, name) > limit}
     return with_fields(method, **smaller)
-
-
-def saved_and_loaded(state: Any, fresh: Any) -> Any:
-    """Save a state and load it again; ``fresh`` is another state of the same kind."""
-    return rebuild(fresh, load(save({name: t.contiguous() for name, t in leaves(state).items()})))
-
-
-def is_finite(state: Any) -> bool:
-    """Return whether every number of a state is finite."""
-    return all(bool(t.isfinite().all()) for t in leaves(state).values())
-
-
-def require_same_layout(start: Any, end: Any) -> None:
-    """Require that two states have the same tensors, with the same shapes and types."""
-    before, after = leaves(start), leaves(end)
-    assert before.keys() == after.keys(), f"the state lost or gained {sorted(before.keys() ^ after.keys())}"
-    for name, t in before.items():
-        old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
-        assert old == new, f"{name} of the state was {old} and is {new}"
-
-
-@contextmanager
-def generators_stay() -> Iterator[None]:
-    """Fail if the code inside draws from a global random generator, or seeds it."""
-    torch.rand(1)  # advance each: otherwise seeding with the seed of a moment ago would not show
-    np.random.random()
-    random.random()
-    before = _generators()
-    yield
-    for (owner, old), new in zip(before.items(), _generators().values(), strict=True):
-        assert old == new, f"{owner} global generator moved"
-
-
-def _generators() -> dict[str, Any]:
-    """Return the states of the global generators."""
-    return {
-        "torch's": torch.get_rng_state().tolist(),
-        "numpy's": [np.asarray(part).tolist() for part in np.random.get_state()],
-        "Python's": random.getstate(),
-    }
-
-
-def seed_generators(seed: int) -> None:
-    """Seed all global random generators."""
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
-def require_documentation(component: type[Any]) -> None:
-    """Require a docstring of a class and of its module, a paper and a name."""
-    module = inspect.getmodule(component)
-    assert component.__doc__, "the class has no docstring"
-    assert module is None or module.__name__ == "__main__" or module.__doc__, "the module has no docstring"
-    assert getattr(component, "paper", ""), "no paper"
-    assert getattr(component, "name", ""), "not registered: no name"
