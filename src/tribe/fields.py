@@ -57,15 +57,6 @@ def plain_numbers(component: Any) -> None:
             object.__setattr__(component, field.name, value.item())
 
 
-def document(cls: type[tuple[Any, ...]], **texts: str) -> None:
-    """Give every field of a named tuple the docstring that ``help()`` shows."""
-    fields: tuple[str, ...] = cls._fields  # type: ignore[attr-defined]
-    if set(fields) != set(texts):
-        raise TypeError(f"{cls.__name__} has the fields {', '.join(fields)}; described: {', '.join(texts)}")
-    for name, text in texts.items():
-        vars(cls)[name].__doc__ = text
-
-
 def printable(text: str, keep: str = "") -> str:
     r"""Return a text that is safe to show: control, bidirectional and invisible characters become visible escapes.
 

@@ -1,12 +1,11 @@
 """npy and npz files: every damage is a ValueError."""
 
-import io
 import random
 
 import numpy as np
 import pytest
 
-from tribe.io.arrays import open_npy, read_npy_header, read_npz
+from tribe.io.arrays import open_npy, read_npz
 
 KINDS = {"text": "U", "domain": "i", "share": "f", "reset": "b"}
 COLUMNS = {
@@ -36,16 +35,6 @@ def test_objects_are_never_unpickled(name, tmp_path):
     np.savez(tmp_path / "a.npz", a=array)
     with pytest.raises(ValueError, match=r"pickle|objects|Object"):
         (open_npy if name == "npy" else read_npz)(tmp_path / f"a.{name}")
-
-
-@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
-def test_headers_that_numpy_writes_are_read(version):
-    file, array = io.BytesIO(), np.zeros((3, 2), ">i4", order="F")
-    np.lib.format.write_array(file, array, version)
-    file.seek(0)
-    assert read_npy_header(file) == (array.shape, True, array.dtype)
-    with pytest.raises(ValueError, match="magic"):
-        read_npy_header(io.BytesIO(b"text"))
 
 
 def test_an_npz_file_of_these_arrays_is_read(tmp_path):

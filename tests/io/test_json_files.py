@@ -78,11 +78,6 @@ def test_numbers_that_are_not_finite_are_refused(number):
         parse(f'{{"error": {number}}}', {"error": float}, "f.json", finite=False)
 
 
-def test_lines_are_read_without_the_empty_ones(tmp_path):
-    (tmp_path / "f.jsonl").write_bytes(b'{"a": 1}\n\n{"a": 2}\n')
-    assert json_files.read_lines(tmp_path / "f.jsonl") == [b'{"a": 1}', b'{"a": 2}']
-
-
 def test_a_large_file_is_refused_before_it_is_read(tmp_path):
     path = tmp_path / "f.json"
     with path.open("wb") as file:

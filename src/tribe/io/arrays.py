@@ -3,7 +3,7 @@
 import zipfile
 from collections.abc import Mapping
 from os import PathLike
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,6 @@ def open_npy(path: str | PathLike[str]) -> NDArray[Any]:
     return array
 
 
-def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read an npy header: return the shape, whether the order is Fortran's, and the type."""
-    try:
-        version = np.lib.format.read_magic(file)
-        if version == (1, 0):
-            return np.lib.format.read_array_header_1_0(file)
-        return np.lib.format.read_array_header_2_0(file)
-    except Exception as error:  # numpy fails in many ways on damaged bytes
-        raise ValueError(_reason(error)) from error
-
-
 def read_npz(path: str | PathLike[str], arrays: Mapping[str, str] | None = None) -> dict[str, NDArray[Any]]:
     """Return arrays of an npz file by name.
 
@@ -52,7 +41,10 @@ def read_npz(path: str | PathLike[str], arrays: Mapping[str, str] | None = None)
         ValueError: it is damaged, holds other arrays, or unpacks to far more bytes than it has.
     """
     try:
-        _check_size(path)
+        most = max(MOST_UNPACKED, MOST_RATIO * regular_size(path))
+        with zipfile.ZipFile(path) as archive:  # numpy reads no further than these sizes
+            if (total := sum(member.file_size for member in archive.infolist())) > most:
+                raise ValueError(f"it unpacks to {total:,} bytes; expected {most:,} at most")
         with np.load(path, allow_pickle=False) as file:
             loaded = {name: file[name] for name in (file.files if arrays is None else arrays)}
     except FileNotFoundError:
@@ -64,15 +56,8 @@ def read_npz(path: str | PathLike[str], arrays: Mapping[str, str] | None = None)
     return loaded
 
 
-def _check_size(path: str | PathLike[str]) -> None:
-    """Raise if a file unpacks to more than its size allows; numpy reads no further than these sizes."""
-    most = max(MOST_UNPACKED, MOST_RATIO * regular_size(path))
-    with zipfile.ZipFile(path) as file:
-        if (total := sum(member.file_size for member in file.infolist())) > most:
-            raise ValueError(f"it unpacks to {total:,} bytes; expected {most:,} at most")
-
-
 def _check_kinds(loaded: Mapping[str, NDArray[Any]], kinds: Mapping[str, str]) -> None:
+    """Raise for the first array that is not of its kind; all columns have the length of the first."""
     length = next((len(array) for array in loaded.values() if array.ndim), 0)
     for name, array in loaded.items():
         shape = () if kinds[name] == "U" else (length,)

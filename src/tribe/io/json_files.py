@@ -49,20 +49,11 @@ class SchemaMismatch(Exception):
 
 def read(path: str | PathLike[str], schema: Schema, advice: str = "") -> Any:
     """Return the value in a JSON file, checked; ``advice`` is what to do about a file that cannot be used."""
-    return parse(read_bytes(path), schema, str(path), advice)
-
-
-def read_bytes(path: str | PathLike[str]) -> bytes:
-    """Return the content of a file of at most `MOST_BYTES`."""
     try:
-        return read_regular(path, MOST_BYTES)
+        content = read_regular(path, MOST_BYTES)
     except NotRegular as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-
-
-def read_lines(path: str | PathLike[str]) -> list[bytes]:
-    """Return the lines of a file with a JSON text in each; empty lines are left out."""
-    return [line for line in read_bytes(path).splitlines() if line.strip()]
+    return parse(content, schema, str(path), advice)
 
 
 def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *, finite: bool = True) -> Any:
@@ -78,14 +69,19 @@ def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *,
     Raises:
         ValueError: it is not JSON, or not of the schema.
     """
+
+    def finite_number(digits: str) -> float:
+        if finite and not math.isfinite(float(digits)):
+            raise ValueError(f"{digits[:20]} is not a finite number")
+        return float(digits)
+
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        number = _finite if finite else float
-        value = json.loads(text, object_pairs_hook=_unique, parse_float=number, parse_constant=number)
+        value = json.loads(text, object_pairs_hook=_unique, parse_float=finite_number, parse_constant=finite_number)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(
-            _sentences(f"{place} is damaged: it is not JSON, or it was cut short ({reason})", advice)
+            _with_advice(f"{place} is damaged: it is not JSON, or it was cut short ({reason})", advice)
         ) from None
     return check(value, schema, place, advice)
 
@@ -97,8 +93,12 @@ def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
     except SchemaMismatch as error:
         name = ".".join(error.place) or "it"
         text = f"{place} is damaged: {name} is {error.shown}; expected {error.expected}"
-        raise ValueError(_sentences(text, advice)) from None
+        raise ValueError(_with_advice(text, advice)) from None
     return value
+
+
+def _with_advice(text: str, advice: str) -> str:
+    return f"{text}. {advice}" if advice else text
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -106,13 +106,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         raise ValueError("an object has the same key twice")
     return value
-
-
-def _finite(digits: str) -> float:
-    number = float(digits)
-    if not math.isfinite(number):
-        raise ValueError(f"{digits[:20]} is not a finite number")
-    return number
 
 
 NAMES: dict[Any, str] = {
@@ -130,13 +123,19 @@ def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
     """Raise a `SchemaMismatch` for the first part of a value that is not of its schema."""
     if isinstance(schema, Where):
         _check(value, schema.schema, place)
-    if isinstance(schema, tuple) and not isinstance(schema, Where):
-        _check_any(value, schema, place)
-    elif not _is(value, schema):
+    elif isinstance(schema, tuple):
+        deepest = SchemaMismatch(place, _expected(schema), _shown(value))
+        for one in schema:
+            try:
+                return _check(value, one, place)
+            except SchemaMismatch as error:
+                deepest = max(deepest, error, key=lambda mismatch: len(mismatch.place))
+        raise deepest
+    if not _is(value, schema):
         raise SchemaMismatch(place, _expected(schema), _shown(value))
-    elif isinstance(schema, dict):
+    if isinstance(schema, dict):
         for name, item in value.items() if ... in schema else ():
-            _check(item, schema[...], (*place, _name(name)))
+            _check(item, schema[...], (*place, name if len(name) <= 40 and name.isprintable() else _shown(name)))
         for key, inner in schema.items():
             if key is not ... and (name := key.removesuffix("?")) in value:
                 _check(value[name], inner, (*place, name))
@@ -145,17 +144,6 @@ def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
     elif isinstance(schema, list):
         for i, item in enumerate(value):
             _check(item, schema[0], (*place, str(i)))
-
-
-def _check_any(value: Any, schemas: tuple[Schema, ...], place: tuple[str, ...]) -> None:
-    deepest = SchemaMismatch(place, _expected(schemas), _shown(value))
-    for schema in schemas:
-        try:
-            return _check(value, schema, place)
-        except SchemaMismatch as error:
-            if len(error.place) > len(deepest.place):
-                deepest = error
-    raise deepest
 
 
 def _is(value: Any, schema: Schema) -> bool:
@@ -185,17 +173,8 @@ def _expected(schema: Schema) -> str:
     return NAMES.get(schema, "a value")
 
 
-def _name(text: str) -> str:
-    """Return a key as messages show it: short, and without characters that are not printable."""
-    return text if len(text) <= 40 and text.isprintable() else _shown(text)
-
-
 def _shown(value: Any) -> str:
     """Return a value as messages show it, short."""
     if isinstance(value, dict | list):
         return f"{NAMES[type(value)]} of {len(value)}"
     return reprlib.repr(value)
-
-
-def _sentences(text: str, advice: str) -> str:
-    return f"{text}. {advice}" if advice else text

@@ -42,7 +42,7 @@ STATE = Kind(
 
 
 def write(path: str | PathLike[str], saved: Saved) -> None:
-    """Write a state file; refuse a state that is not finite."""
+    """Write a state file; the errors are those of `encode`."""
     write_atomically(path, encode(saved, path))
 
 

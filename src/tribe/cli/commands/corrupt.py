@@ -3,34 +3,23 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tribe.cli.commands import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import messages, print_json, shown
 from tribe.data.datasets.corrupted_files import BENCHMARKS
 from tribe.data.datasets.files import data_root
-from tribe.data.datasets.generation import GenerationProgress, Summary, generate
+from tribe.data.datasets.generation import GenerationProgress, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest
 
 EVERY = 30  # seconds between two lines if stderr is not a terminal
-
-
-class Settings(TypedDict):
-    """The settings that all data sets share."""
-
-    corruptions: list[str] | None
-    severities: list[int] | None
-    seed: int
-    device: str
-    force: bool
 
 
 @app.command()
@@ -62,13 +51,26 @@ def corrupt(
         place = out or (None if dataset == "imagenet" else data)
         check_folder(data_root(None if place is None else str(place)))
         severities = [n for text in severity for n in parse_severities(text)] if severity else None
-        settings = Settings(
-            corruptions=_names(corruptions), severities=severities, seed=seed, device=device, force=force
-        )
-    root, target = (None if path is None else str(path) for path in (data, out))
+        names = None if corruptions is None else [name.strip() for name in corruptions.split(",") if name.strip()]
+        if names == []:
+            raise ValueError("--corruptions names none; leave it out for all of the benchmark")
     try:
-        with messages(), _Bar(console) if console.is_terminal else _Lines(console) as progress:
-            summary = generate(dataset, out=target, data=root, progress=progress, **settings)
+        name = TextColumn("{task.description}", markup=False)
+        share = TextColumn("{task.percentage:>3.0f}%")
+        columns = name, BarColumn(), share, MofNCompleteColumn(), TimeRemainingColumn()
+        hidden = not console.is_terminal
+        with messages(), Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+            summary = generate(
+                dataset,
+                out=None if out is None else str(out),
+                data=None if data is None else str(data),
+                corruptions=names,
+                severities=severities,
+                seed=seed,
+                device=device,
+                force=force,
+                progress=_Progress(bar),
+            )
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"
         console.print(f"stopped; {same} continues", soft_wrap=True, markup=False, highlight=False)
@@ -76,84 +78,36 @@ def corrupt(
     if as_json:
         print_json({**summary._asdict(), "folder": str(summary.folder)})
     else:
-        typer.echo(printable(_describe(summary), keep="\n"))
+        existing = f", {len(summary.there)} already there" if summary.there else ""
+        made = f"{len(summary.made)} made in {summary.seconds:.1f} s"
+        typer.echo(printable(f"{summary.folder}: {made}{existing}, {summary.images} images each", keep="\n"))
 
 
-def _names(corruptions: str | None) -> list[str] | None:
-    names = None if corruptions is None else [name.strip() for name in corruptions.split(",") if name.strip()]
-    if names == []:
-        raise ValueError("--corruptions names none; leave it out for all of the benchmark")
-    return names
+class _Progress(GenerationProgress):
+    """A bar on a terminal; elsewhere a line for each domain, and one every 30 seconds."""
 
-
-def _describe(summary: Summary) -> str:
-    existing = f", {len(summary.there)} already there" if summary.there else ""
-    made = f"{len(summary.made)} made in {summary.seconds:.1f} s"
-    return f"{summary.folder}: {made}{existing}, {summary.images} images each"
-
-
-class _Lines(GenerationProgress):
-    """Prints a line for each domain, and one every 30 seconds."""
-
-    def __init__(self, console: Console) -> None:
-        self.console, self.total, self.done, self.printed = console, 0, 0, time.monotonic()
-
-    def __enter__(self) -> GenerationProgress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def begin(self, images: int, there: Sequence[str]) -> None:
-        """Print the domains that exist already."""
-        self.total = images
-        if there:
-            self._print(f"already there: {', '.join(there)}")
-
-    def advance(self, domain: str, images: int) -> None:
-        """Print the progress every 30 seconds."""
-        self.done += images
-        if time.monotonic() - self.printed > EVERY:
-            self._print(f"{domain}: {self.done} of {self.total} images")
-
-    def finish(self, domain: str) -> None:
-        """Print the finished domain."""
-        self._print(f"{domain}: done")
-
-    def _print(self, text: str) -> None:
-        self.printed = time.monotonic()
-        self.console.print(shown(text), soft_wrap=True)
-
-
-class _Rate(ProgressColumn):
-    """A column with the images a second."""
-
-    def render(self, task: Task) -> Text:
-        """Return the current speed as text."""
-        return Text(f"{task.speed:,.0f} images/s" if task.speed else "", style="progress.data.speed")
-
-
-class _Bar(GenerationProgress):
-    """Shows a bar: domain, share, images a second, time left."""
-
-    def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-        self.bar = Progress(*columns, _Rate(), TimeRemainingColumn(), console=console, transient=True)
-        self.task = self.bar.add_task("reading the clean set", total=None)
-
-    def __enter__(self) -> GenerationProgress:
-        self.bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
+    def __init__(self, bar: Progress) -> None:
+        self.bar, self.has_lines, self.printed = bar, not bar.console.is_terminal, time.monotonic()
+        self.task = bar.add_task("reading the clean set", total=None)
 
     def begin(self, images: int, there: Sequence[str]) -> None:
         """Print the domains that exist already, and set the length of the bar."""
         if there:
-            self.bar.console.print(shown(f"already there: {', '.join(there)}"))
+            self._print(f"already there: {', '.join(there)}")
         self.bar.update(self.task, total=images)
 
     def advance(self, domain: str, images: int) -> None:
         """Move the bar."""
         self.bar.update(self.task, advance=images, description=printable(domain))
+        if self.has_lines and time.monotonic() - self.printed > EVERY:
+            task = self.bar.tasks[0]
+            self._print(f"{domain}: {task.completed:.0f} of {task.total:.0f} images")
+
+    def finish(self, domain: str) -> None:
+        """Print the finished domain."""
+        if self.has_lines:
+            self._print(f"{domain}: done")
+
+    def _print(self, text: str) -> None:
+        self.printed = time.monotonic()
+        self.bar.console.print(shown(text), soft_wrap=True)

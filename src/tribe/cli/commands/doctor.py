@@ -1,5 +1,6 @@
 """``tribe doctor``: report which layers of a model can be adapted, and whether its input looks right."""
 
+import contextlib
 import math
 import zipfile
 from pathlib import Path
@@ -10,21 +11,17 @@ import torch
 import typer
 from rich.console import Console
 from rich.text import Text
-from safetensors import SafetensorError
-from safetensors.torch import load_model
-from torch import Tensor, nn
+from torch import Tensor
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import load_custom_model
-from tribe.cli.options import AsJson, DataRoot, parse_shape
+from tribe.cli.options import AsJson, DataRoot, custom_network, parse_shape
 from tribe.cli.output import describe_error, fail, messages, print_json
 from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
 from tribe.io.arrays import open_npy, read_npz
 
-PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".bin", ".tar")
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
 RANDOM = 16  # images of --shape
 LARGEST = 2**26  # values in a random image: 4 GiB for all of them
@@ -39,7 +36,7 @@ def doctor(
             "without arguments that returns one."
         ),
     ],
-    weights: Annotated[Path | None, typer.Option(help="State dict to load first, a safetensors file.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights to load first, safetensors or a state dict.")] = None,
     images: Annotated[
         Path | None,
         typer.Option(
@@ -58,18 +55,22 @@ def doctor(
     if sum(given is not None for given in (images, shape, dataset)) > 1:
         fail("--input reads images, --dataset those of a data set, and --shape makes random ones: choose one")
     with messages():
-        known = None if dataset is None else build_dataset(dataset, data, {})
-        x, labels = (
-            _sample(known)
-            if known is not None
-            else (_read(images) if images is not None else _random(shape) if shape is not None else None, None)
-        )
-        model = load_custom_model(target)
-        if weights is not None:
-            load_weights(model, weights)
+        x, labels, known = None, None, None
+        if dataset is not None:
+            known = build_dataset(dataset, data, {})
+            x, labels = _sample(known)
+        elif images is not None:
+            x = _read(images)
+        elif shape is not None:
+            x = _random(shape)
+        model = custom_network(target, weights)
         try:
-            net = model if known is None else _restricted(model, known)
-            report = tribe.doctor(net, x, labels, noise=shape is not None)
+            if known is not None:
+                with contextlib.suppress(ValueError, TypeError):  # the report says why it cannot be adapted
+                    model = model if isinstance(model, tribe.Backbone) else tribe.Backbone(model)
+                if isinstance(model, tribe.Backbone):
+                    model = restrict(model, known)
+            report = tribe.doctor(model, x, labels, noise=shape is not None)
         except Exception as error:  # the code of the model may raise anything
             fail(f"{target} failed on these images: {describe_error(error)}")
     if as_json:
@@ -77,26 +78,6 @@ def doctor(
     else:
         Console().print(_coloured(report), soft_wrap=True)
     raise typer.Exit(0 if report.adaptable and not report.problems else 1)
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict from safetensors; never open a pickle, which can run code."""
-    if path.suffix.lower() in PICKLES:
-        fail(
-            f"{path} looks like a pickle, which can run any code when it is opened. If you trust it, convert it: "
-            "safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')"
-        )
-    if not path.is_file():
-        fail(f"no weights at {path}")
-    try:
-        missing, unexpected = load_model(model, path, strict=False)
-    except (SafetensorError, OSError, ValueError) as error:
-        fail(f"{path} is not a safetensors file, or it was cut short: {describe_error(error)}")
-    except RuntimeError as error:  # other shapes
-        fail(f"{path} does not fit the model: {error}")
-    if missing or unexpected:
-        differences = {"the file lacks": missing, "the model has no": unexpected}
-        fail(f"{path} does not fit the model: {'; '.join(f'{k} {_some(v)}' for k, v in differences.items() if v)}")
 
 
 def _read(path: Path) -> Tensor:
@@ -128,20 +109,11 @@ def _array(path: Path) -> np.ndarray[Any, Any]:
 
 
 def _sample(dataset: Dataset) -> tuple[Tensor, Tensor]:
-    """Some images of the first domain, spread evenly, with their labels."""
+    """Return some images of the first domain, spread evenly, with their labels."""
     domain = dataset.domains[0]
     labels = dataset.labels(domain)
     chosen = torch.linspace(0, len(labels) - 1, min(len(labels), SAMPLE)).long()
     return dataset.images(domain, chosen), labels[chosen]
-
-
-def _restricted(model: nn.Module, dataset: Dataset) -> nn.Module:
-    """The network with the outputs that are the classes of a data set; the model itself if it cannot be adapted."""
-    try:
-        net = model if isinstance(model, tribe.Backbone) else tribe.Backbone(model)
-    except (ValueError, TypeError):
-        return model  # `tribe.doctor` says why
-    return restrict(net, dataset)
 
 
 def _random(shape: str) -> Tensor:
@@ -158,8 +130,3 @@ def _coloured(report: tribe.Report) -> Text:
     text.highlight_regex(r"^cannot be adapted", "bold red")
     text.highlight_regex(r"(?m)^problem:", "bold red")
     return text
-
-
-def _some(names: Any) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:4]) + (f" and {len(listed) - 4} more" if len(listed) > 4 else "")
