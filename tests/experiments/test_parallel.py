@@ -23,13 +23,13 @@ from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
 from tribe.data.scenarios import Scenario, Schedule
 from tribe.experiments import execution
-from tribe.experiments.execution import ExperimentRunner, in_groups, run_experiment, without_filter
+from tribe.experiments.execution import ExperimentRunner, RunSettings, in_groups, run_experiment, without_filter
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import Result, find
 from tribe.experiments.workbench import Workbench
-from tribe.experiments.workers import RunSettings, Sender, custom_code, run_job
+from tribe.experiments.workers import custom_code, make_job, run_job
 
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
 STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
@@ -250,7 +250,7 @@ def test_a_shared_play_that_was_stopped_goes_on(filtered, separate, played, tmp_
         if done == 4:
             raise KeyboardInterrupt
 
-    runner, batches = ExperimentRunner(tmp_path, planned=filtered[1:3]), []
+    runner, batches = ExperimentRunner(RunSettings(tmp_path), planned=filtered[1:3]), []
     with pytest.raises(KeyboardInterrupt):
         runner.run(filtered[1], progress=stop)
     first = runner.run(filtered[1], progress=lambda done, *_: batches.append(done))
@@ -371,7 +371,7 @@ def test_a_gpu_that_the_cluster_does_not_have(address, workbench, tmp_path):
 
 
 def job_of(experiment, root):
-    return Sender(RunSettings(str(root)), None, None).job(experiment, wait=False)
+    return make_job(experiment, RunSettings(str(root)), None, wait=False)
 
 
 def test_a_worker_with_other_versions_refuses(workbench, tmp_path):

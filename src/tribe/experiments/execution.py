@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import math
-import os
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import Progress, run
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, component_digests, locked, stale
+from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, changed, component_digests, locked
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Parts, Workbench, in_precision
 from tribe.io.states import StateFileError
@@ -32,6 +32,16 @@ from tribe.methods import AnyMethod, Pipeline
 
 EVERY = 50  # batches between checkpoints
 MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 images of 1,000 classes
+
+
+class RunSettings(NamedTuple):
+    """The settings of a computation; none of them changes a result."""
+
+    root: str | PathLike[str]  # the folder of results
+    every: int = EVERY  # batches between checkpoints
+    force: bool = False  # compute anew what is there
+    keep_outputs: bool = False  # keep logits in the records; a result whose records lack them is computed again
+    command: Sequence[str] | None = None  # the command line, kept with the results
 
 
 def run_experiment(
@@ -52,14 +62,12 @@ def run_experiment(
         root: The folder of results.
         workbench: Where data and weights are, for an experiment whose components this process has not built.
         progress: Called after every batch.
-        every: Batches between checkpoints.
+        every: As in `RunSettings`.
         wait: For another process that computes the same; else `Busy` is raised.
-        force: Compute it anew.
-        keep_outputs: Also keep the outputs of the method, such as logits, in the records. A result whose records lack
-            them is computed again.
+        force: As in `RunSettings`.
+        keep_outputs: As in `RunSettings`.
     """
-    runner = ExperimentRunner(root, workbench, every)
-    return runner.run(experiment, progress=progress, wait=wait, force=force, keep_outputs=keep_outputs)
+    return ExperimentRunner(RunSettings(root, every, force, keep_outputs), workbench).run(experiment, progress, wait)
 
 
 class ExperimentRunner:
@@ -69,84 +77,77 @@ class ExperimentRunner:
     learns, so it is replayed over the outputs of the method, whose own result is stored, too.
 
     Args:
-        root: The folder of results.
+        settings: The settings of all of them.
         workbench: See `run_experiment`.
-        every: Batches between checkpoints.
         planned: All experiments that will be run; those beside one another that share a play gain from it.
-        command: The command line, kept with the results.
     """
 
     def __init__(
-        self,
-        root: str | PathLike[str],
-        workbench: Workbench | None = None,
-        every: int = EVERY,
-        planned: Iterable[Experiment] = (),
-        command: Sequence[str] | None = None,
+        self, settings: RunSettings, workbench: Workbench | None = None, planned: Iterable[Experiment] = ()
     ) -> None:
-        self.store = ResultStore(root)
-        self._workbench, self._every, self._command = workbench, every, command
+        self.store = ResultStore(settings.root)
+        self._settings, self._workbench = settings, workbench
         self._sharing = Counter(without_filter(experiment).id for experiment in planned)
         self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
-    def run(
-        self,
-        experiment: Experiment,
-        *,
-        progress: Progress | None = None,
-        wait: bool = True,
-        force: bool = False,
-        keep_outputs: bool = False,
-    ) -> Result:
+    def run(self, experiment: Experiment, progress: Progress | None = None, wait: bool = True) -> Result:
         """Return the result of an experiment; see `run_experiment`."""
-        result = None if force else self._stored(experiment, keep_outputs)
-        if result is not None and result.experiment == experiment:
-            return result
-        folder = self.store.root / experiment.id
-        with locked(folder / ".lock", wait):
-            if force:
-                (folder / CHECKPOINT).unlink(missing_ok=True)
-            else:
-                result = self._stored(experiment, keep_outputs)  # another process may have computed it meanwhile
-            streams = {} if result is None else dict(result.streams)
-            missing = [seed for seed in experiment.seeds if seed not in streams]
-            memory: dict[int, Record] = {}
-            if missing:
-                played = self._compute(experiment.with_seeds(missing), folder, progress, keep_outputs)
-                self.store.add(played)
-                (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the result is on the disk
-                streams, memory = streams | dict(played.streams), dict(played.memory)
+        settings, folder = self._settings, self.store.root / experiment.id
+        streams = {} if settings.force else self._stored(experiment)
+        memory: Mapping[int, Record] = {}
+        if len(streams) < len(experiment.seeds):
+            with locked(folder / ".lock", wait):
+                if settings.force:
+                    (folder / CHECKPOINT).unlink(missing_ok=True)
+                else:
+                    streams = self._stored(experiment)  # another process may have computed it meanwhile
+                if missing := [seed for seed in experiment.seeds if seed not in streams]:
+                    played = self._compute(experiment.with_seeds(missing), folder, progress)
+                    self.store.add(played)
+                    (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the result is on the disk
+                    streams, memory = streams | dict(played.streams), played.memory
         return Result(experiment, self.store.root, {seed: streams[seed] for seed in experiment.seeds}, memory)
 
-    def _stored(self, experiment: Experiment, keep_outputs: bool) -> Result | None:
-        """Return the streams in the store that need not be computed again; None if there are none."""
+    def _stored(self, experiment: Experiment) -> dict[int, StreamResult]:
+        """Return the streams in the store that need not be computed again."""
         streams = self.store.streams_of(experiment)
-        for seed in list(streams):
-            alone = Result(experiment.with_seeds([seed]), self.store.root, {seed: streams[seed]})
-            if roles := stale(alone):
+        for seed, stream in list(streams.items()):
+            if roles := changed(experiment, stream.environment.get("code") or {}):
                 names = " and ".join(f"the {role} {getattr(experiment, role).name}" for role in roles)
                 text = f"the code of {names} has changed since seed {seed} of {experiment.id} was computed"
                 warnings.warn(f"{text}: computed again", stacklevel=3)
                 del streams[seed]
-            elif keep_outputs and not _has_outputs(alone):
-                del streams[seed]
-        return Result(experiment.with_seeds(tuple(streams)), self.store.root, streams) if streams else None
+            elif self._settings.keep_outputs:
+                try:
+                    (record,) = Result(experiment, self.store.root, {seed: stream}).records()
+                    has_outputs = record.outputs is not None
+                except (OSError, ValueError):
+                    has_outputs = False
+                if not has_outputs:
+                    del streams[seed]
+        return streams
 
-    def _compute(self, experiment: Experiment, folder: Path, progress: Progress | None, keep_outputs: bool) -> Result:
+    def _compute(self, experiment: Experiment, folder: Path, progress: Progress | None) -> Result:
         """Play the streams, or replay the filter over a play of the method alone."""
         parts = experiment.parts or self._build(experiment)
-        with float32_precision(experiment.precision), _threads(experiment.threads):
+        stream = parts.stream
+        if stream.seeds != experiment.seeds:
+            stream = Stream(stream.dataset, stream.scenario, experiment.seeds, experiment.batch)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(float32_precision(experiment.precision))
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(experiment.threads or torch.get_num_threads())
             net, method = in_precision(parts.net, parts.method, experiment.precision)
-            stream = _stream(parts, experiment)
-            alone = without_filter(experiment)
-            is_shared = self._sharing[alone.id] > 1 and _outputs_fit(net, stream) and not keep_outputs
+            alone, keep = without_filter(experiment), self._settings.keep_outputs
+            fits = stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
+            is_shared = self._sharing[alone.id] > 1 and fits and not keep
             rule = Pipeline.of(method).filter
             if is_shared and rule is not None:
                 records = self._play_alone(alone, net, Pipeline.of(method).unfiltered, stream, progress)
                 spec = experiment.record_spec()
                 records = replay(records, rule, spec=spec, device=net.device, progress=progress)
             else:
-                records = self._run(experiment, net, method, stream, folder, progress, keep_outputs or is_shared)
+                records = self._run(experiment, net, method, stream, folder, progress, keep or is_shared)
                 if is_shared:
                     self._play = experiment, records
                     records = [record._replace(outputs=None) for record in records]
@@ -161,7 +162,7 @@ class ExperimentRunner:
         folder = self.store.root / alone.id
         with locked(folder / ".lock", wait=True):
             records = self._run(alone, net, method, stream, folder, progress, True)
-            if self._stored(alone, False) is None:
+            if not self._stored(alone):
                 bare = [record._replace(outputs=None) for record in records]
                 self.store.add(self._result(alone, bare, machine(net.device)))
             (folder / CHECKPOINT).unlink(missing_ok=True)
@@ -179,6 +180,7 @@ class ExperimentRunner:
         keep_outputs: bool,
     ) -> list[Record]:
         """Play the streams from the checkpoint in a folder on; a checkpoint that cannot be used is set aside."""
+        path = folder / CHECKPOINT
         while True:
             try:
                 return run(
@@ -187,20 +189,22 @@ class ExperimentRunner:
                     stream,
                     seed=experiment.seeds,
                     spec=experiment.record_spec(),
-                    checkpoint=folder / CHECKPOINT,
-                    every=self._every,
+                    checkpoint=path,
+                    every=self._settings.every,
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
                     keep_outputs=keep_outputs,
                     progress=progress,
                     deterministic=net.device.type == "cuda",  # a resumed stream ends with the same bits there, too
                 )
             except StateFileError as error:
-                _set_aside(folder / CHECKPOINT, str(error))
+                names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+                renamed = path.rename(next(name for name in names if not name.exists()))
+                warnings.warn(f"{error}. It was set aside as {renamed.name}, and the run begins anew", stacklevel=2)
 
     def _result(self, experiment: Experiment, records: list[Record], computer: dict[str, Any]) -> Result:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         common = {"machine": computer, "finished": now, **commit(), "code": component_digests(experiment)}
-        common |= {} if self._command is None else {"command": list(self._command)}
+        common |= {} if self._settings.command is None else {"command": list(self._settings.command)}
         streams = {}
         for record in records:
             seconds = metrics.seconds_per_image(record).item()
@@ -243,44 +247,3 @@ def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:
     for experiment in experiments:
         groups.setdefault(without_filter(experiment), []).append(experiment)
     return [e for alone, group in groups.items() for e in sorted(group, key=lambda e: e != alone)]
-
-
-def _outputs_fit(net: Backbone, stream: Stream) -> bool:
-    """Return whether the outputs of a play fit into memory."""
-    return stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
-
-
-def _has_outputs(result: Result) -> bool:
-    try:
-        return all(record.outputs is not None for record in result.records())
-    except (OSError, ValueError):
-        return False
-
-
-# -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-def _stream(parts: Parts, experiment: Experiment) -> Stream:
-    stream = parts.stream
-    if stream.seeds == experiment.seeds:
-        return stream
-    return Stream(stream.dataset, stream.scenario, experiment.seeds, experiment.batch)
-
-
-@contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _set_aside(path: Path, reason: str) -> None:
-    """Rename a file that cannot be used, so that nothing is lost, and warn."""
-    number = 1
-    while (renamed := path.with_name(f"{path.name}.damaged-{number}")).exists():
-        number += 1
-    os.replace(path, renamed)
-    warnings.warn(f"{reason}. It was set aside as {renamed.name}, and the run begins anew", stacklevel=3)

@@ -8,29 +8,35 @@ run_all(experiments, "runs", workers="10.0.0.1:6379")   # a cluster; "auto": tha
 import concurrent.futures
 import contextlib
 import functools
+import importlib
 import json
+import os
+import queue
+import socket
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
-from tribe.experiments.execution import EVERY, ExperimentRunner, in_groups
+from tribe.experiments.execution import EVERY, ExperimentRunner, RunSettings, in_groups
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.store import Result, ResultStore
 from tribe.experiments.workbench import Workbench
 from tribe.experiments.workers import (
+    CLEAR_ERRORS,
     INTERVAL,
+    ExperimentJob,
     ExperimentProgress,
-    PoolEngine,
-    RayEngine,
     Reply,
-    RunSettings,
-    Sender,
     attempt,
     error_message,
+    make_job,
+    ray_node,
+    run_job,
 )
 
 IN_MEMORY = 32  # results of a call whose records stay in memory; with more, they are read from the disk again
@@ -90,16 +96,15 @@ def run_all(
     todo = in_groups(dict.fromkeys(requested))
     if retries < 0:
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
-    settings = RunSettings(str(root), every, force, keep_outputs, command)
+    shared = SharedOptions(RunSettings(str(root), every, force, keep_outputs, command), workbench, progress)
     engine: Engine
     with contextlib.ExitStack() as stack:
         if workers is None:
-            engine = SerialEngine(settings, workbench, todo, progress)
+            engine = SerialEngine(shared, todo)
         else:
             _refuse_custom(todo, root)
-            sender = Sender(settings, workbench, progress)
-            engine = PoolEngine(sender, workers) if isinstance(workers, int) else RayEngine(sender, workers, gpus)
-            stack.enter_context(contextlib.closing(engine))
+            engine = PoolEngine(shared, workers) if isinstance(workers, int) else RayEngine(shared, workers, gpus)
+            stack.callback(engine.close)
         outcomes = _run_until_done(engine, todo, retries, done)
     return [outcomes[experiment] for experiment in requested]
 
@@ -117,25 +122,199 @@ def _refuse_custom(experiments: Sequence[Experiment], root: str | PathLike[str])
             )
 
 
-# -- the order of work ------------------------------------------------------------------------------------------------
+# -- engines ----------------------------------------------------------------------------------------------------------
 
 
-class Engine(Protocol):
-    """Attempts experiments."""
+class SharedOptions(NamedTuple):
+    """What all experiments of a call share."""
 
-    slots: int  # how many at the same time
+    settings: RunSettings
+    workbench: Workbench | None
+    progress: ExperimentProgress | None
+
+
+class Engine:
+    """Attempts experiments, on workers that report their progress into a queue."""
+
+    slots = 1  # attempts at the same time
+    queue: Any = None
+
+    def __init__(self, shared: SharedOptions) -> None:
+        self._shared = shared
+        self._sent: dict[str, Experiment] = {}
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Begin an attempt; ``wait``: for another process that computes the same."""
+        raise NotImplementedError
+
+    def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
+        """Return what a worker gets."""
+        self._sent[experiment.id] = experiment
+        return make_job(experiment, self._shared.settings, self._shared.workbench, wait, node)
 
     def receive(self, reply: Reply) -> Reply:
-        """Take the end of an attempt."""
+        """Take the end of an attempt, whose result is in the store."""
+        return reply
 
     def show(self) -> None:
-        """Pass on the progress of running attempts."""
+        """Pass on the progress that workers have reported since the last call."""
+        latest = {}
+        with contextlib.suppress(queue.Empty, EOFError, OSError):
+            while self.queue is not None:
+                name, *report = self.queue.get_nowait()
+                latest[name] = report
+        for name, report in latest.items():
+            if self._shared.progress is not None:
+                self._shared.progress(self._sent[name], *report)
 
     def close(self) -> None:
         """Stop what is running."""
+
+
+class SerialEngine(Engine):
+    """Runs experiments in this process."""
+
+    def __init__(self, shared: SharedOptions, planned: Sequence[Experiment]) -> None:
+        super().__init__(shared)
+        self._runner = ExperimentRunner(shared.settings, shared.workbench, planned)
+
+    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
+        """Run the experiment, and return when it has ended."""
+        progress = self._shared.progress
+        follow = None if progress is None else functools.partial(progress, experiment)
+        future: Future[Reply] = Future()
+        future.set_result(attempt(self._runner, experiment, wait, follow))
+        return future
+
+
+_reports: list[Any] = []  # in a process of a pool: the queue that progress is reported to
+
+
+def _keep_queue(reports: Any) -> None:
+    """Keep the queue of a pool, which a process gets when it starts and not with a job."""
+    _reports.append(reports)
+
+
+def _run_job_of_pool(job: ExperimentJob) -> Reply:
+    return run_job(job, _reports[0])
+
+
+class PoolEngine(Engine):
+    """Runs experiments in a pool of processes on this machine."""
+
+    def __init__(self, shared: SharedOptions, workers: int) -> None:
+        super().__init__(shared)
+        if workers < 1:
+            raise ValueError(f"workers is how many processes run experiments, at least 1; got {workers}")
+        context = get_context("spawn")
+        self.slots, self.queue = workers, context.Queue()
+        self._pool = ProcessPoolExecutor(workers, context, _keep_queue, (self.queue,))
+
+    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
+        """Send the experiment to a process."""
+        return self._pool.submit(_run_job_of_pool, self.job(experiment, wait))
+
+    def close(self) -> None:
+        """Stop the processes; an experiment resumes from its checkpoint next time."""
+        for process in list((self._pool._processes or {}).values()):
+            process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+
+class RayEngine(Engine):
+    """Runs experiments on a cluster of Ray, one task each: in the caller's session, else in one that `close` ends."""
+
+    slots = 2**20  # Ray queues tasks
+
+    def __init__(self, shared: SharedOptions, address: str, gpus: float) -> None:
+        super().__init__(shared)
+        if gpus <= 0 or (gpus > 1 and gpus != int(gpus)):
+            raise ValueError(f"gpus is a share of a GPU such as 0.25, or a whole number of them; got {gpus}")
+        try:
+            self._ray, self._gpus = importlib.import_module("ray"), gpus
+        except ImportError as error:
+            message = "running on a cluster needs Ray, which is not installed: pip install 'tribe-tta[ray]'"
+            raise ModuleNotFoundError(message) from error
+        self._started = not self._ray.is_initialized()
+        if self._started:
+            _start_session(self._ray, address)
+        self._store = ResultStore(shared.settings.root)
+        self._tasks: list[Any] = []
+        self._task = self._ray.remote(max_retries=0)(run_job)  # retries are counted in one place, `_run_until_done`
+        self.queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
+
+    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
+        """Send the experiment to the cluster."""
+        try:
+            job = self.job(experiment, wait, ray_node())
+            task = self._task.options(**self._needs(experiment)).remote(job, self.queue)
+        except CLEAR_ERRORS as error:
+            failed: Future[Reply] = Future()
+            failed.set_result(Reply(failed=error_message(error)))
+            return failed
+        self._tasks.append(task)
+        future: Future[Reply] = task.future()
+        return future
+
+    def receive(self, reply: Reply) -> Reply:
+        """Write a result that came from another machine, unless its worker wrote into the same folder."""
+        if reply.result is None or not reply.result.memory or self._store.find(reply.result.experiment) is not None:
+            return reply
+        result = replace(reply.result, root=self._store.root)
+        self._store.add(result)
+        return reply._replace(result=result)
+
+    def _needs(self, experiment: Experiment) -> dict[str, Any]:
+        """Return the resources of a task; never more cores than any machine has, since it would wait for ever."""
+        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        cores, accelerators = (max((m.get(kind, 0) for m in machines), default=0) for kind in ("CPU", "GPU"))
+        if experiment.device == "cuda":
+            if accelerators < self._gpus:
+                raise ValueError(
+                    f"it needs {self._gpus:g} of a GPU, but no machine of the cluster has more than {accelerators:g}"
+                )
+            return {"num_cpus": min(1, cores), "num_gpus": self._gpus}
+        threads = experiment.threads or 1
+        return {
+            "num_cpus": min(threads, cores),
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},  # before any library starts its threads
+        }
+
+    def show(self) -> None:
+        """Pass on the progress of running attempts."""
+        with contextlib.suppress(self._ray.exceptions.RayError):  # the queue was lost; the work goes on without it
+            super().show()
+
+    def close(self) -> None:
+        """Stop the running tasks, as when the caller is interrupted; they resume from their checkpoints next time."""
+        for task in self._tasks:
+            with contextlib.suppress(Exception):
+                self._ray.cancel(task, force=True)
+        with contextlib.suppress(Exception):
+            self.queue.shutdown(force=True)
+        if self._started:
+            self._ray.shutdown()
+
+
+def _start_session(ray: Any, address: str) -> None:
+    """Join a cluster, or start one on this machine."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports unless the user wants them
+    quiet = {"log_to_driver": False, "logging_level": "error"}
+    if address == "local":
+        ray.init(address="local", include_dashboard=False, **quiet)
+        return
+    place = os.environ.get("RAY_ADDRESS") if address == "auto" else address
+    if place not in (None, "auto", "local"):
+        host, _, port = str(place).removeprefix("ray://").rpartition(":")
+        try:  # Ray itself would try for many minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except (OSError, ValueError) as error:
+            hint = "expected auto, local, HOST:PORT of a cluster that runs, or ray://HOST:PORT"
+            raise ConnectionError(f"no cluster of Ray at {place!r} ({error}); {hint}") from error
+    ray.init(address=place, **quiet)
+
+
+# -- the order of work ------------------------------------------------------------------------------------------------
 
 
 def _run_until_done(
@@ -158,7 +337,10 @@ def _run_until_done(
         engine.show()
         for future in ended:
             experiment, reasons = running.pop(future)
-            reply = engine.receive(_reply_of(future))
+            try:
+                reply = engine.receive(future.result())
+            except Exception as error:  # the worker died, or did not start
+                reply = Reply(failed=error_message(getattr(error, "cause", None) or error))
             for message in reply.warnings:
                 warnings.warn(message, stacklevel=2)
             if reply.busy:
@@ -176,43 +358,3 @@ def _run_until_done(
             if done is not None:
                 done(experiment, outcomes[experiment])
     return outcomes
-
-
-def _reply_of(future: "Future[Reply]") -> Reply:
-    try:
-        return future.result()
-    except Exception as error:  # the worker died, or did not start
-        return Reply(failed=error_message(getattr(error, "cause", None) or error))
-
-
-class SerialEngine:
-    """Runs experiments in this process."""
-
-    slots = 1
-
-    def __init__(
-        self,
-        settings: RunSettings,
-        workbench: Workbench | None,
-        planned: Sequence[Experiment],
-        progress: ExperimentProgress | None,
-    ) -> None:
-        self._settings, self._progress = settings, progress
-        self._runner = ExperimentRunner(settings.root, workbench, settings.every, planned, settings.command)
-
-    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
-        """Run the experiment, and return when it has ended."""
-        follow = None if self._progress is None else functools.partial(self._progress, experiment)
-        future: Future[Reply] = Future()
-        future.set_result(attempt(self._runner, experiment, self._settings, wait, follow))
-        return future
-
-    def receive(self, reply: Reply) -> Reply:
-        """Return a reply as it is."""
-        return reply
-
-    def show(self) -> None:
-        """Do nothing: progress is shown while an experiment runs."""
-
-    def close(self) -> None:
-        """Do nothing."""

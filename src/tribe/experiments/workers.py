@@ -1,4 +1,4 @@
-"""Workers of `tribe.experiments.parallel`: processes of this machine, or of a cluster of Ray.
+"""What workers of `tribe.experiments.parallel` get and do, in processes of this machine or of a cluster of Ray.
 
 A worker gets an experiment as plain data (`ExperimentJob`), with the files of a custom method or norm rule.
 """
@@ -9,18 +9,13 @@ import hashlib
 import importlib
 import inspect
 import operator
-import os
 import platform
-import queue
-import socket
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,11 +23,11 @@ import torch
 
 from tribe import methods, norms
 from tribe._version import __version__
-from tribe.experiments.execution import EVERY, ExperimentRunner
+from tribe.experiments.execution import ExperimentRunner, RunSettings
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.provenance import from_file, is_ours
 from tribe.experiments.runner import Progress
-from tribe.experiments.store import Result, ResultStore
+from tribe.experiments.store import Result
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
 from tribe.norms.named import find_class
@@ -41,16 +36,6 @@ from tribe.registry import Registry
 INTERVAL = 0.2  # seconds between two reports of progress
 CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # messages without their type
 ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
-
-
-class RunSettings(NamedTuple):
-    """The settings of a computation; none of them changes a result."""
-
-    root: str  # the folder of results
-    every: int = EVERY  # batches between checkpoints
-    force: bool = False  # compute what is there
-    keep_outputs: bool = False  # keep logits in the records
-    command: Sequence[str] | None = None  # the command line, kept with the results
 
 
 class Reply(NamedTuple):
@@ -62,32 +47,25 @@ class Reply(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def attempt(
-    runner: ExperimentRunner, experiment: Experiment, settings: RunSettings, wait: bool, progress: Any
-) -> Reply:
+def attempt(runner: ExperimentRunner, experiment: Experiment, wait: bool, progress: Progress | None) -> Reply:
     """Run an experiment; an error is returned as a message."""
-    options: Any = {"force": settings.force, "keep_outputs": settings.keep_outputs}
     try:
-        return Reply(runner.run(experiment, progress=progress, wait=wait, **options))
+        return Reply(runner.run(experiment, progress, wait))
     except Busy:
         return Reply(busy=True)
     except Exception as error:  # a custom method may raise anything; the others go on
-        return Reply(failed=error_message(error) + _line_of(error, experiment))
+        frames = traceback.extract_tb(error.__traceback__)
+        files = {str(custom.file) for custom in custom_code(experiment)}
+        inside = [frame for frame in frames if str(Path(frame.filename).resolve()) in files]
+        last = inside[-1:] or ([] if isinstance(error, CLEAR_ERRORS) else frames[-1:])
+        place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in last)
+        return Reply(failed=error_message(error) + place)
 
 
 def error_message(error: BaseException) -> str:
     """Return an error in one line."""
     message = " ".join(str(error).split())
     return message if isinstance(error, CLEAR_ERRORS) and message else f"{type(error).__name__}: {message}"
-
-
-def _line_of(error: Exception, experiment: Experiment) -> str:
-    """Return the last line of custom code that an error passed through; else the last line of an unexpected error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    files = {str(custom.file) for custom in custom_code(experiment)}
-    inside = [frame for frame in frames if str(Path(frame.filename).resolve()) in files]
-    last = inside[-1:] or ([] if isinstance(error, CLEAR_ERRORS) else frames[-1:])
-    return "".join(f" ({frame.filename}, line {frame.lineno})" for frame in last)
 
 
 # -- what is sent to a worker -----------------------------------------------------------------------------------------
@@ -106,8 +84,9 @@ class CustomCode(NamedTuple):
     def register(self) -> None:
         """Register it in this process: from its package where that is installed, else from its file."""
         registry: Registry[Any] = methods.registry if self.kind == "method" else norms.registry
-        if self.name in registry.names() and _content_of(registry.get(self.name)) == self.content:
-            return
+        with contextlib.suppress(OSError, ValueError):  # its file is gone, or its name is unknown here
+            if Path(inspect.getfile(registry.get(self.name))).read_bytes() == self.content:
+                return
         find = operator.attrgetter(self.attribute)
         try:
             cls = find(importlib.import_module(self.module))
@@ -137,13 +116,6 @@ def custom_code(experiment: Experiment) -> tuple[CustomCode, ...]:
     return tuple(found)
 
 
-def _content_of(cls: type) -> bytes | None:
-    try:
-        return Path(inspect.getfile(cls)).read_bytes()
-    except OSError:
-        return None
-
-
 @functools.cache
 def _folder() -> "tempfile.TemporaryDirectory[str]":
     """Return a folder for files that were sent; it is removed with the process."""
@@ -164,45 +136,22 @@ class ExperimentJob(NamedTuple):
     node: str | None  # of the sender, on Ray
 
 
-@dataclass
-class Sender:
-    """Makes jobs, and passes on the progress that workers report.
-
-    The workers put progress into `queue`, which an engine sets.
-    """
-
-    settings: RunSettings
-    workbench: Workbench | None
-    progress: ExperimentProgress | None
-    queue: Any = None
-    _sent: dict[str, Experiment] = field(default_factory=dict)
-
-    def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
-        """Return the job of an experiment."""
-        self._sent[experiment.id] = experiment
-        data, weights = (None, {}) if self.workbench is None else (self.workbench.data, self.workbench.weights)
-        return ExperimentJob(
-            spec=experiment.json(),
-            seeds=experiment.seeds,
-            settings=self.settings._replace(root=str(Path(self.settings.root).absolute())),
-            wait=wait,
-            data=None if data is None else str(data.expanduser().resolve()),
-            weights=tuple((name, str(path.expanduser().resolve())) for name, path in weights.items()),
-            custom=custom_code(experiment),
-            versions=versions(),
-            node=node,
-        )
-
-    def show(self) -> None:
-        """Pass on what workers have reported since the last call."""
-        latest = {}
-        with contextlib.suppress(queue.Empty, EOFError, OSError):
-            while True:
-                name, *report = self.queue.get_nowait()
-                latest[name] = report
-        for name, report in latest.items():
-            if self.progress is not None:
-                self.progress(self._sent[name], *report)
+def make_job(
+    experiment: Experiment, settings: RunSettings, workbench: Workbench | None, wait: bool, node: str | None = None
+) -> ExperimentJob:
+    """Return the job of an experiment."""
+    data, weights = (None, {}) if workbench is None else (workbench.data, workbench.weights)
+    return ExperimentJob(
+        spec=experiment.json(),
+        seeds=experiment.seeds,
+        settings=settings._replace(root=str(Path(settings.root).absolute())),
+        wait=wait,
+        data=None if data is None else str(data.expanduser().resolve()),
+        weights=tuple((name, str(path.expanduser().resolve())) for name, path in weights.items()),
+        custom=custom_code(experiment),
+        versions=versions(),
+        node=node,
+    )
 
 
 def versions() -> dict[str, str]:
@@ -238,9 +187,9 @@ def _run_job(job: ExperimentJob, reports: Any) -> Reply:
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too
     workbench = _workbench(job.data, experiment.device, job.weights)
-    runner = ExperimentRunner(job.settings.root, workbench, job.settings.every, command=job.settings.command)
-    reply = attempt(runner, experiment, job.settings, job.wait, _reporter(reports, experiment.id))
-    if reply.result is None or (job.node is not None and job.node != _node()):
+    runner = ExperimentRunner(job.settings, workbench)
+    reply = attempt(runner, experiment, job.wait, _reporter(reports, experiment.id))
+    if reply.result is None or (job.node is not None and job.node != ray_node()):
         return reply  # with the records: the sender may not share this folder
     return reply._replace(result=replace(reply.result, memory={}))
 
@@ -265,152 +214,6 @@ def _reporter(reports: Any, name: str) -> Progress:
     return report
 
 
-def _node() -> str:
-    return str(ray_library().get_runtime_context().get_node_id())
-
-
-# -- engines ----------------------------------------------------------------------------------------------------------
-
-
-_reports: list[Any] = []  # in a process of a pool: the queue that progress is reported to
-
-
-def _keep_queue(reports: Any) -> None:
-    """Keep the queue of a pool, which a process gets when it starts and not with a job."""
-    _reports.append(reports)
-
-
-def _run_job_of_pool(job: ExperimentJob) -> Reply:
-    return run_job(job, _reports[0])
-
-
-class PoolEngine:
-    """Runs experiments in a pool of processes on this machine."""
-
-    def __init__(self, sender: Sender, workers: int) -> None:
-        if workers < 1:
-            raise ValueError(f"workers is how many processes run experiments, at least 1; got {workers}")
-        self.slots, self._sender = workers, sender
-        context = get_context("spawn")
-        sender.queue = context.Queue()
-        self._pool = ProcessPoolExecutor(workers, context, _keep_queue, (sender.queue,))
-
-    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
-        """Send the experiment to a process."""
-        return self._pool.submit(_run_job_of_pool, self._sender.job(experiment, wait))
-
-    def receive(self, reply: Reply) -> Reply:
-        """Return a reply as it is: the process wrote its result into the store."""
-        return reply
-
-    def show(self) -> None:
-        """Pass on the progress of running attempts."""
-        self._sender.show()
-
-    def close(self) -> None:
-        """Stop the processes; an experiment resumes from its checkpoint next time."""
-        for process in list((self._pool._processes or {}).values()):
-            process.terminate()
-        self._pool.shutdown(cancel_futures=True)
-
-
-class RayEngine:
-    """Runs experiments on a cluster of Ray, one task each: in the caller's session, else in one that `close` ends."""
-
-    slots = 2**20  # Ray queues tasks
-
-    def __init__(self, sender: Sender, address: str, gpus: float) -> None:
-        if gpus <= 0 or (gpus > 1 and gpus != int(gpus)):
-            raise ValueError(f"gpus is a share of a GPU such as 0.25, or a whole number of them; got {gpus}")
-        self._ray, self._sender, self._gpus = ray_library(), sender, gpus
-        self._started = not self._ray.is_initialized()
-        if self._started:
-            _start_session(self._ray, address)
-        self._store = ResultStore(sender.settings.root)
-        self._tasks: list[Any] = []
-        self._task = self._ray.remote(max_retries=0)(run_job)  # retries are counted in one place, `_run_until_done`
-        sender.queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
-
-    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
-        """Send the experiment to the cluster."""
-        try:
-            job = self._sender.job(experiment, wait, _node())
-            task = self._task.options(**self._needs(experiment)).remote(job, self._sender.queue)
-        except CLEAR_ERRORS as error:
-            failed: Future[Reply] = Future()
-            failed.set_result(Reply(failed=error_message(error)))
-            return failed
-        self._tasks.append(task)
-        future: Future[Reply] = task.future()
-        return future
-
-    def receive(self, reply: Reply) -> Reply:
-        """Write a result that came from another machine, unless its worker wrote into the same folder."""
-        if reply.result is None or not reply.result.memory or self._store.find(reply.result.experiment) is not None:
-            return reply
-        result = replace(reply.result, root=self._store.root)
-        self._store.add(result)
-        return reply._replace(result=result)
-
-    def _needs(self, experiment: Experiment) -> dict[str, Any]:
-        """Return the resources of a task; never more cores than any machine has, since it would wait for ever."""
-        machines = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        cores, accelerators = (max((m.get(kind, 0) for m in machines), default=0) for kind in ("CPU", "GPU"))
-        if experiment.device == "cuda":
-            if accelerators < self._gpus:
-                raise ValueError(
-                    f"it needs {self._gpus:g} of a GPU, but no machine of the cluster has more than {accelerators:g}"
-                )
-            return {"num_cpus": min(1, cores), "num_gpus": self._gpus}
-        threads = experiment.threads or 1
-        return {
-            "num_cpus": min(threads, cores),
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": str(threads)}},  # before any library starts its threads
-        }
-
-    def show(self) -> None:
-        """Pass on the progress of running attempts."""
-        with contextlib.suppress(self._ray.exceptions.RayError):  # the queue was lost; the work goes on without it
-            self._sender.show()
-
-    def close(self) -> None:
-        """Stop the running tasks, as when the caller is interrupted; they resume from their checkpoints next time."""
-        for task in self._tasks:
-            with contextlib.suppress(Exception):
-                self._ray.cancel(task, force=True)
-        with contextlib.suppress(Exception):
-            self._sender.queue.shutdown(force=True)
-        if self._started:
-            self._ray.shutdown()
-
-
-def _start_session(ray: Any, address: str) -> None:
-    """Join a cluster, or start one on this machine."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage reports unless the user wants them
-    quiet = {"log_to_driver": False, "logging_level": "error"}
-    if address == "local":
-        ray.init(address="local", include_dashboard=False, **quiet)
-        return
-    place = os.environ.get("RAY_ADDRESS") if address == "auto" else address
-    if place not in (None, "auto", "local"):
-        _check_address(str(place))
-    ray.init(address=place, **quiet)
-
-
-def _check_address(address: str) -> None:
-    """Refuse an address that does not answer: Ray itself would try for many minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-    except (OSError, ValueError) as error:
-        hint = "expected auto, local, HOST:PORT of a cluster that runs, or ray://HOST:PORT"
-        raise ConnectionError(f"no cluster of Ray at {address!r} ({error}); {hint}") from error
-
-
-def ray_library() -> Any:
-    """Return Ray, or raise an error that tells how to install it."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        message = "running on a cluster needs Ray, which is not installed: pip install 'tribe-tta[ray]'"
-        raise ModuleNotFoundError(message) from error
+def ray_node() -> str:
+    """Return the id of this machine in a cluster of Ray."""
+    return str(importlib.import_module("ray").get_runtime_context().get_node_id())
