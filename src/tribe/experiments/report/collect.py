@@ -4,28 +4,36 @@ All of a spec but the method and the seed makes a *group*. In a group, a method 
 results differ in nothing but the seed.
 """
 
+import dataclasses
 import json
+import math
 import re
 import warnings
 import zipfile
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from tribe import methods
+from tribe.data import datasets
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
-from tribe.experiments.report.labels import component, departures, is_known
 from tribe.experiments.spec import by_place, with_whole_numbers
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
+from tribe.fields import is_number
+from tribe.methods.encoding import decode_value, encode_fields
 
 OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
+CHOSEN = ("classes", "knowledge")  # fields of a method that `tribe run` sets by itself
+ROOM = "room"  # a field that `tribe run` raises for larger images
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
+Fields = Mapping[str, Any]
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 UNREADABLE = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RuntimeError, MemoryError),
@@ -33,20 +41,64 @@ UNREADABLE = (
 )  # what numpy, zip, json and the checks of records raise on damaged bytes
 
 
+class Column(NamedTuple):
+    """A metric that every row of a table shows."""
+
+    name: str
+    short: str
+    key: str  # among the scores of a stream
+    scale: float
+    needs_labels: bool = True
+    spread: bool = True  # whether to show the standard deviation over seeds
+    best: bool = True  # whether to mark the lowest
+
+
+INSTANCE = Column("instance error, %", "instance", "instance_error", 100)
+CATEGORY = Column("category error, %", "category", "category_error", 100)
+CALIBRATION = Column("ECE, %", "ECE", "calibration_error", 100)
+CONFIDENCE = Column("confidence, %", "confidence", "confidence", 100, needs_labels=False, best=False)
+COST = Column("ms per image", "ms", "seconds_per_image", 1000, needs_labels=False, spread=False)
+SHORT = (INSTANCE, CATEGORY, COST)
+LONG = (INSTANCE, CATEGORY, CALIBRATION, CONFIDENCE, COST)
+
+
+class MeanScore(NamedTuple):
+    """Mean and standard deviation over seeds; NaN where there are no records."""
+
+    mean: float
+    spread: float | None = None  # standard deviation; None for a single seed
+
+    @property
+    def text(self) -> str:
+        """Return the mean, as printed."""
+        return "–" if math.isnan(self.mean) else f"{self.mean:.2f}"
+
+    @property
+    def text_with_spread(self) -> str:
+        """Return mean and standard deviation, as printed.
+
+        >>> MeanScore(10.204, 0.5).text_with_spread, MeanScore(math.nan).text_with_spread
+        ('10.20 ± 0.50', '–')
+        """
+        return self.text if self.spread is None else f"{self.text} ± {self.spread:.2f}"
+
+
+def best(scores: Sequence[MeanScore]) -> str | None:
+    """Return the lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
+    means = [score.mean for score in scores if not math.isnan(score.mean)]
+    return MeanScore(min(means)).text if len(means) > 1 else None
+
+
 class Played(NamedTuple):
     """The result of one stream: its metrics and, unless only these were kept, its record."""
 
     path: str  # relative to the folder
     spec: Mapping[str, Any]
-    machine: Mapping[str, Any]  # empty: unknown
-    code: Mapping[str, Any]  # of its components, see tribe.experiments.store; empty: unknown
-    scores: Mapping[
-        str, Any
-    ]  # tribe.experiments.metrics.scores; also "seconds_per_image" and, of a record, "confidence"
+    environment: Mapping[str, Any]  # see tribe.experiments.store; empty: unknown
+    scores: Mapping[str, Any]  # of tribe.experiments.metrics; "seconds_per_image" and, of a record, "confidence"
     domains: tuple[str, ...]
     classes: int
     record: Record | None
-    command: tuple[str, ...] = ()  # that computed it; empty: unknown
 
     @property
     def seed(self) -> Any:
@@ -84,6 +136,15 @@ class MethodRow(NamedTuple):
     def watched(self) -> list[Record]:
         """The records with labels of streams that were watched or guarded."""
         return [record for record in self.judged if record.watched is not None]
+
+    def score(self, column: Column) -> MeanScore:
+        """Return mean and deviation of a column."""
+        found = [played.scores.get(column.key) for played in (self.labelled if column.needs_labels else self.played)]
+        if not found:
+            return MeanScore(math.nan)
+        values = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
+        values *= column.scale
+        return MeanScore(values.mean().item(), values.std().item() if len(values) > 1 and column.spread else None)
 
 
 class ResultGroup(NamedTuple):
@@ -169,9 +230,7 @@ def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) 
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
         path = result.folder.relative_to(root).as_posix()
         spec = {**result.experiment.record_spec(), "seed": seed}
-        machine, code = dict(stream.environment.get("machine", {})), dict(stream.environment.get("code", {}))
-        command = tuple(stream.environment.get("command", ()))
-        yield Played(path, spec, machine, code, scores, domains, classes, None, command)
+        yield Played(path, spec, stream.environment, scores, domains, classes, None)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
@@ -194,14 +253,11 @@ def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]])
         raise ValueError("it is empty: not one image was predicted")
     if len(record.domains) > MOST_DOMAINS:
         raise ValueError(f"it has {len(record.domains):,} domains; a page shows at most {MOST_DOMAINS:,}")
-    environment = environments.get(file, {})
-    machine, code = dict(environment.get("machine", {})), dict(environment.get("code", {}))
     scores = metrics.scores(record) | {
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
-    command = tuple(environment.get("command", ()))
-    return Played(path, record.spec, machine, code, scores, record.domains, record.classes, record, command)
+    return Played(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
@@ -227,8 +283,9 @@ def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str,
 def _is_stale(played: Played) -> bool:
     """Whether the source code has changed since a stream was played; see `tribe.experiments.store.stale`."""
     spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
+    code = played.environment.get("code", {})
     try:
-        return bool(played.code) and bool(changed(Experiment.from_json(spec, [played.seed]), played.code))
+        return bool(code) and bool(changed(Experiment.from_json(spec, [played.seed]), code))
     except UNREADABLE:
         return False
 
@@ -236,10 +293,8 @@ def _is_stale(played: Played) -> bool:
 def _same(one: Played, other: Played) -> bool:
     if one.record is None or other.record is None:
         return all(one.scores.get(key) == other.scores.get(key) for key in ("images", "instance_error", "domain_error"))
-    return len(one.record.prediction) == len(other.record.prediction) and all(
-        torch.equal(getattr(one.record, column), getattr(other.record, column))
-        for column in ("domain", "label", "prediction")
-    )
+    pairs = zip(one.record[:3], other.record[:3], strict=True)  # domain, label, prediction
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def _grouped(found: list[Played]) -> tuple[ResultGroup, ...]:
@@ -254,17 +309,13 @@ def _grouped(found: list[Played]) -> tuple[ResultGroup, ...]:
 
 
 def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[MethodRow, ...]:
-    labels: dict[str, list[str]] = defaultdict(list)
+    counts: Counter[str] = Counter()
+    made = []
     for key in sorted(rows):
-        labels[named[_canonical(rows[key][0].spec)]].append(key)
-    made = [
-        MethodRow(
-            label + (f" ({i})" if i > 1 else ""),
-            tuple(sorted(rows[key], key=lambda played: _natural(str(played.seed)))),
-        )
-        for label, keys in labels.items()
-        for i, key in enumerate(keys, 1)
-    ]
+        label = named[_canonical(rows[key][0].spec)]
+        counts[label] += 1
+        number = f" ({counts[label]})" if counts[label] > 1 else ""
+        made.append(MethodRow(label + number, tuple(sorted(rows[key], key=lambda p: _natural(str(p.seed))))))
     return tuple(sorted(made, key=lambda row: _source_first(row.label)))
 
 
@@ -356,3 +407,63 @@ def _natural(text: str) -> list[tuple[bool, float, str]]:
 
 def _source_first(label: str) -> tuple[bool, str]:
     return label != "source", label
+
+
+# -- how a method departs from the published one -----------------------------------------------------------------------
+
+
+def is_known(method: str | None) -> bool:
+    """Whether this is a method, or a variant of one, that is registered here; with a time filter or without."""
+    return method is not None and methods.parse(method).method in methods.names()
+
+
+def component(value: Any) -> tuple[str | None, Fields]:
+    """Return name and fields of a component in a spec; (None, {}) where its form is unknown."""
+    if isinstance(value, str):
+        return value, {}
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        fields = value.get("fields")
+        return value["name"], fields if isinstance(fields, Mapping) else {}
+    return None, {}
+
+
+def departures(spec: Fields) -> dict[str, Any]:
+    """Return the fields in which a spec's method differs from what `tribe run` chooses for the data set.
+
+    Fields that follow from others, as TRIBE's details follow from its convention, are left out.
+    """
+    (name, fields), (data, _) = component(spec.get("method")), component(spec.get("dataset"))
+    given = {key: value for key, value in fields.items() if key not in CHOSEN}
+    usual = _built(name, data, fields, {})
+    if ROOM in usual and is_number(given.get(ROOM)) and given[ROOM] >= usual[ROOM]:
+        del given[ROOM]
+    overrides = _differing(given, usual)
+    for key in list(overrides):
+        others = {other: value for other, value in overrides.items() if other != key}
+        nested = {other for other, value in others.items() if isinstance(value, Mapping)}  # no command sets these
+        if _differing(given, _built(name, data, fields, others)).keys() <= nested:
+            overrides = others
+    return overrides
+
+
+def _built(name: str | None, data: str | None, fields: Fields, overrides: Fields) -> dict[str, Any]:
+    """Return the fields of a method with some overrides; none if it cannot be built here."""
+    if name is None or not is_known(name):
+        return {}
+    dataset = datasets.get(data) if data in datasets.names() else None
+    clean = datasets.optional(dataset, "clean_name") or data
+    given = {**methods.get(name).presets.get(str(clean), {}), "classes": fields.get("classes"), **overrides}
+    try:
+        method = methods.create(name, **{k: decode_value(v) for k, v in given.items() if not isinstance(v, Mapping)})
+    except (ValueError, TypeError, AttributeError, ArithmeticError):  # no run has had such fields
+        return {}
+    plain: dict[str, Any] = json.loads(json.dumps(encode_fields(method), default=_fields_of))
+    return plain
+
+
+def _differing(fields: Fields, usual: Fields) -> dict[str, Any]:
+    return {key: value for key, value in fields.items() if key not in usual or usual[key] != value}
+
+
+def _fields_of(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else repr(value)

@@ -17,8 +17,7 @@ from torch import Tensor
 from tribe.experiments import metrics
 from tribe.experiments.plots import plain_label
 from tribe.experiments.record import Record
-from tribe.experiments.report.collect import MethodRow, Played, ResultGroup
-from tribe.experiments.report.scores import CALIBRATION, COST, INSTANCE, score
+from tribe.experiments.report.collect import CALIBRATION, COST, INSTANCE, MethodRow, Played, ResultGroup
 from tribe.fields import printable
 
 POINTS = 160  # of a curve over time: more cannot be seen on a screen
@@ -106,7 +105,7 @@ def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -
     cells = {label: [f"{right:.0f} % of {n:,}" if n else "–" for _, right, n in found] for label, found in bins.items()}
     caption = "Accuracy of predictions by confidence: on the dashed line they are equal. "
     caption += f"Bins of fewer than {FEWEST} images are not drawn."
-    legend = {row.label: f"{row.label}: ECE {score(row, CALIBRATION).text_with_spread} %" for row in rows}
+    legend = {row.label: f"{row.label}: ECE {row.score(CALIBRATION).text_with_spread} %" for row in rows}
     body = [(edge, *(cells[label][i] for label in cells)) for i, edge in enumerate(edges)]
     title = "Calibration"
     return Chart(title, caption, _svg(figure, group, title, legend.values()), legend, ("confidence", *bins), body)
@@ -114,7 +113,7 @@ def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -
 
 def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw the time of an image against the error, of the rows that have a time."""
-    both = {row.label: (score(row, COST).mean, score(row, INSTANCE).mean) for row in rows}
+    both = {row.label: (row.score(COST).mean, row.score(INSTANCE).mean) for row in rows}
     both = {label: (max(ms, 1e-6), error) for label, (ms, error) in both.items() if math.isfinite(ms)}
     figure, axes = _axes("ms per image (logarithmic)", "instance error, %")
     axes.set_xscale("log")

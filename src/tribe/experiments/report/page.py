@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from tribe._version import __version__
-from tribe.experiments.report.collect import MethodRow, Played, ResultGroup, Runs
-from tribe.experiments.report.scores import INSTANCE, LONG, SHORT, MeanScore, best, score
+from tribe.experiments.report.collect import (
+    INSTANCE,
+    LONG,
+    SHORT,
+    MeanScore,
+    MethodRow,
+    Played,
+    ResultGroup,
+    Runs,
+    best,
+)
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
@@ -112,7 +121,7 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     text += f", all of {', '.join(common)}." if common else "."
     wins: Counter[str] = Counter()
     for group in runs.groups:
-        scores = {row.label: score(row, INSTANCE) for row in group.rows}
+        scores = {row.label: row.score(INSTANCE) for row in group.rows}
         lowest = best(list(scores.values()))
         wins.update(label for label, found in scores.items() if found.text == lowest)
     if wins:
@@ -126,7 +135,7 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
 
 def _group(group: ResultGroup, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
     """Return what the template shows of a group."""
-    columns = {column: [score(row, column) for row in group.rows] for column in LONG}
+    columns = {column: [row.score(column) for row in group.rows] for column in LONG}
     lowest = {column: best(scores) if column.best else None for column, scores in columns.items()}
     cells = {
         row.label: {column: _cell(columns[column][i], lowest[column]) for column in LONG}
@@ -158,7 +167,7 @@ def _cell(value: MeanScore, lowest: str | None) -> Cell:
 def _facts(group: ResultGroup) -> str:
     images = [played.scores["images"] for row in group.rows for played in row.played]
     length = f"{min(images):,}" + (f" to {max(images):,}" if max(images) > min(images) else "")
-    machines = sorted({str(p.machine["device"]) for row in group.rows for p in row.played if p.machine.get("device")})
+    machines = sorted({str(m["device"]) for row in group.rows for p in row.played if (m := _machine(p)).get("device")})
     size = f"{plural(len(group.domains), 'domain')}, {plural(group.classes, 'class', 'classes')}"
     on = f", on {' and '.join(machines)}" if machines else ""
     return f"{group.title}: streams of {length} images, {size}{on}."
@@ -247,20 +256,26 @@ def _origin(row: MethodRow) -> dict[str, Any]:
         "label": row.label,
         "head": ["record", "seed", "images", *(column.name for column in LONG)],
         "records": [_record_cells(played) for played in row.played],
-        "machines": sorted({m for m in (_describe(played.machine) for played in row.played) if m}),
-        "commands": sorted({shlex.join(played.command) for played in row.played if played.command}),
+        "machines": sorted(
+            {", ".join(f"{k} {v}" for k, v in _machine(p).items() if v is not None) for p in row.played} - {""}
+        ),
+        "commands": sorted({shlex.join(p.environment.get("command", ())) for p in row.played} - {""}),
         "spec": json.dumps(spec, indent=2, ensure_ascii=False),
     }
 
 
 def _record_cells(played: Played) -> list[str]:
-    alone = MethodRow("", (played,))
-    numbers = (score(alone, column).text_with_spread for column in LONG)
+    numbers = (MethodRow("", (played,)).score(column).text_with_spread for column in LONG)
     return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 
 
 def _describe(machine: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
+
+
+def _machine(played: Played) -> Mapping[str, Any]:
+    machine: Mapping[str, Any] = played.environment.get("machine", {})
+    return machine
 
 
 # -- style and script -------------------------------------------------------------------------------------------------
