@@ -103,14 +103,21 @@ def heat_maps(
     wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))
     size = (wide * max(len(maps), 1) + 0.08 * max(map(len, downwards)), max(2.4, 1.6 + 0.42 * len(downwards)))
     figure, panels = _figure(size, (1,), columns=max(len(maps), 1))
+    from matplotlib.patches import Rectangle
+
     for axes, (title, numbers) in zip(panels, maps.items(), strict=False):
         shown = axes.imshow(numbers.numpy(), aspect="auto", cmap="viridis")
         axes.figure.colorbar(shown, ax=axes)
         _cell_numbers(axes, numbers)
         for i, (name, (row, column)) in enumerate(marks.items()):
             inset = 0.42 - 0.07 * i  # a cell may have two frames
-            box = {"fill": False, "linewidth": 2.2, "edgecolor": MARKS[i % len(MARKS)], "label": plain_label(name)}
-            axes.add_patch(_rectangle((column - inset, row - inset), 2 * inset, **box))
+            box: dict[str, Any] = {
+                "fill": False,
+                "linewidth": 2.2,
+                "edgecolor": MARKS[i % len(MARKS)],
+                "label": plain_label(name),
+            }
+            axes.add_patch(Rectangle((column - inset, row - inset), 2 * inset, 2 * inset, **box))
         axes.set(title=plain_label(title), xlabel=plain_label(names[0]), ylabel=plain_label(names[1]))
         axes.set_xticks(range(len(across)), [plain_label(t) for t in across], rotation=40, ha="right", fontsize="small")
         axes.set_yticks(range(len(downwards)), [plain_label(text) for text in downwards], fontsize="small")
@@ -129,12 +136,6 @@ def _cell_numbers(axes: Any, numbers: Tensor) -> None:
         value = float(numbers[row, column])
         colour = "black" if value > middle else "white"  # viridis ends in a bright yellow
         axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize="x-small", color=colour)
-
-
-def _rectangle(corner: tuple[float, float], size: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, size, size, **style)
 
 
 def check_path(path: str | PathLike[str]) -> None:

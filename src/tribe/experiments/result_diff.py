@@ -147,7 +147,7 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
     _refuse_different_data(a, b)
     seeds = tuple(seed for seed in a.scores if seed in b.scores)
     if not seeds:
-        have = " and ".join(f"{side.name} of {_seeds_text(side.scores)}" for side in (a, b))
+        have = " and ".join(f"{side.name} of seeds {', '.join(map(str, side.scores))}" for side in (a, b))
         raise DifferentData(f"the results are of different streams: {have}. Compare results that share a seed")
     both = [seed for seed in seeds if seed in a.records and seed in b.records]
     streams = tuple(_diff_streams(seed, a.records[seed], b.records[seed]) for seed in both)
@@ -195,14 +195,13 @@ def _diff_streams(seed: Any, a: Record, b: Record) -> StreamDiff:
         )
     different = (a.prediction != b.prediction).nonzero().flatten()
     confidence = float((a.confidence - b.confidence).abs().max()) if len(a.label) else 0.0
-    first = _divergence(a, b, int(different[0])) if len(different) else None
+    first = None
+    if len(different):
+        image = int(different[0])
+        predictions = int(a.prediction[image]), int(b.prediction[image])
+        confidences = float(a.confidence[image]), float(b.confidence[image])
+        first = Divergence(image, a.domains[int(a.domain[image])], int(a.label[image]), predictions, confidences)
     return StreamDiff(seed, len(a.label), len(different), first, confidence)
-
-
-def _divergence(a: Record, b: Record, image: int) -> Divergence:
-    predictions = int(a.prediction[image]), int(b.prediction[image])
-    confidences = float(a.confidence[image]), float(b.confidence[image])
-    return Divergence(image, a.domains[int(a.domain[image])], int(a.label[image]), predictions, confidences)
 
 
 def _diff_errors(name: str, a: Sequence[float | None], b: Sequence[float | None]) -> DomainDiff | None:
@@ -212,7 +211,3 @@ def _diff_errors(name: str, a: Sequence[float | None], b: Sequence[float | None]
         return None
     one, other = (math.fsum(column) / len(pairs) for column in zip(*pairs, strict=True))
     return DomainDiff(name, (one, other), spread([x - y for x, y in pairs]))
-
-
-def _seeds_text(seeds: Mapping[Any, Any]) -> str:
-    return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"

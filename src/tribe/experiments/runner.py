@@ -70,8 +70,7 @@ def run(
     _check_plain(given)
     check_fits(net, method)
     _check_classes(net, stream)
-    seed = _first_or_all(seed, len(stream.seeds))
-    source = _initial_state(net, method, len(stream.seeds), seed)
+    source, seed = _initial_state(net, method, len(stream.seeds), seed)
     outputs = method.output if keep_outputs else None
     columns = _first_columns(_observe(method, net, source, 0), len(stream.seeds))
     file, state, table, start = None, clone(source), RecordTable(stream, columns, 0, outputs), 0
@@ -153,20 +152,18 @@ def _check_classes(net: Backbone, stream: Stream) -> None:
         raise ValueError(f"the network has {net.classes} classes, but the data set has {count}{hint}")
 
 
-def _first_or_all(seed: int | Sequence[int], streams: int) -> int | list[int]:
-    """Return the first seed if those of all streams are consecutive, else all."""
-    if isinstance(seed, int):
-        return seed
-    if len(seed) != streams:
-        raise ValueError(f"seed is one number, or one for each of {streams} streams; got {len(seed)}")
-    return seed[0] if list(seed) == list(range(seed[0], seed[0] + streams)) else list(seed)
-
-
-def _initial_state(net: Backbone, method: AnyMethod, streams: int, seed: int | Sequence[int]) -> Any:
-    """Return the state before the first batch, with the seeds of all streams."""
-    if isinstance(seed, int):
-        return method.init(net, streams, seed)
-    return tree_map(lambda *parts: torch.cat(parts), *(method.init(net, 1, one) for one in seed))
+def _initial_state(
+    net: Backbone, method: AnyMethod, streams: int, seed: int | Sequence[int]
+) -> tuple[Any, int | Sequence[int]]:
+    """Return the state before the first batch, and the first seed if those of all streams are consecutive, else all."""
+    if not isinstance(seed, int):
+        if len(seed) != streams:
+            raise ValueError(f"seed is one number, or one for each of {streams} streams; got {len(seed)}")
+        if list(seed) != list(range(seed[0], seed[0] + streams)):
+            states = [method.init(net, 1, one) for one in seed]
+            return tree_map(lambda *parts: torch.cat(parts), *states), list(seed)
+        seed = seed[0]
+    return method.init(net, streams, seed), seed
 
 
 def _described(net: Backbone, method: AnyMethod, stream: Stream) -> dict[str, Any]:

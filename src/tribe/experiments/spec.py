@@ -75,12 +75,8 @@ def same_for_all_seeds(scenario: Any) -> str | None:
 
 def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields as a component takes them; source knowledge is left out, since its place is searched."""
-    return {name: decode_value(value) for name, value in fields.items() if not is_knowledge(value)}
-
-
-def is_knowledge(value: Any) -> bool:
-    """Return whether an encoded field is source knowledge, which is stored as a digest."""
-    return isinstance(value, dict) and value.keys() == {"knowledge"}
+    digests = {name for name, value in fields.items() if isinstance(value, dict) and value.keys() == {"knowledge"}}
+    return {name: decode_value(value) for name, value in fields.items() if name not in digests}
 
 
 def canonical(value: Any) -> str:

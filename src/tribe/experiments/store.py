@@ -20,7 +20,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -36,6 +36,12 @@ from tribe.io.files import exclusive, write_atomically
 
 PACK = ".jsonl"
 CHECKPOINT = "checkpoint.safetensors"
+CLASS_OF: dict[str, Callable[[str], Any]] = {
+    "dataset": datasets.get,
+    "model": lambda name: type(models.architecture(name)),
+    "scenario": scenarios.get,
+    "method": methods.get,
+}
 PRIVATE = ("command",)  # entries of an environment that `keep` leaves out: they hold paths of a machine
 
 COUNT = json_files.Where(int, lambda count: 0 <= count < 2**53, "a number of images")
@@ -110,10 +116,14 @@ class Result:
             metric: A key of the metrics, or "seconds_per_image".
             domain: For "domain_error": the domain, with or without its severity.
         """
-        if metric == "seconds_per_image":
-            return [_number(stream.environment.get(metric)) for stream in self.streams.values()]
-        values = (stream.metrics[metric] for stream in self.streams.values())
-        return [_number(_of_domain(value, domain) if isinstance(value, Mapping) else value) for value in values]
+        numbers = []
+        for stream in self.streams.values():
+            value = (stream.environment if metric == "seconds_per_image" else stream.metrics).get(metric)
+            if isinstance(value, Mapping):
+                found = [error for name, error in value.items() if domain in (name, name.partition("@")[0])]
+                value = found[0] if len(found) == 1 else None
+            numbers.append(math.nan if value is None else float(value))
+        return numbers
 
     def error(self) -> float:
         """Return the mean instance error over the seeds."""
@@ -165,21 +175,14 @@ def changed(experiment: Experiment, code: Mapping[str, Any]) -> list[str]:
 
 def component_digests(experiment: Experiment) -> dict[str, str]:
     """Return the digest of the file of each component that is part of tribe, by "method", "scenario" and so on."""
-    digests = {}
+    digests: dict[str, str] = {}
     for role in COMPONENTS:
         component = getattr(experiment, role)
         with contextlib.suppress(ValueError, ImportError):  # a name that is unknown here
-            if component.code is None and (digest := file_digest(_class_of(role, component.name))) is not None:
-                digests[role] = digest
+            if component.code is None:
+                digest = file_digest(CLASS_OF[role](component.name))
+                digests |= {} if digest is None else {role: digest}
     return digests
-
-
-def _class_of(role: str, name: str) -> Any:
-    if role == "model":
-        return type(models.architecture(name))
-    if role == "method":
-        return methods.get(name)
-    return (datasets if role == "dataset" else scenarios).get(name)
 
 
 # -- read and write ---------------------------------------------------------------------------------------------------
@@ -328,15 +331,3 @@ def locked(path: Path, wait: bool) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(path, wait=wait, busy=f"another process is computing {path.parent}"):
         yield
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def _of_domain(errors: Mapping[str, float | None], domain: str | None) -> float | None:
-    values = [error for name, error in errors.items() if domain in (name, name.partition("@")[0])]
-    return values[0] if len(values) == 1 else None
-
-
-def _number(value: float | None) -> float:
-    return float("nan") if value is None else float(value)

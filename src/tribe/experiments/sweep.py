@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+import torch
 
 from tribe.experiments.record import Record
 from tribe.experiments.store import Result
@@ -85,41 +85,29 @@ def _different(values: Sequence[Any]) -> list[Any]:
 
 
 class SweepScore(NamedTuple):
-    """A score that needs no labels."""
+    """A score that needs no labels: the mean of a column of the records."""
 
     words: str
     better: Literal["higher", "lower"]
-    of: Callable[[Record], float | None]  # of a record; None if the record does not hold the columns for it
+    part: Literal["watched", "trace"] | None  # of the record; None: the record itself
+    column: str
 
-
-def _estimate(record: Record) -> float | None:
-    return None if record.watched is None else _mean(record.watched.accuracy)
-
-
-def _agreement(record: Record) -> float | None:
-    return None if record.trace is None else _mean(record.trace.student_agreement)
-
-
-def _entropy(record: Record) -> float | None:
-    return None if record.trace is None else _mean(record.trace.entropy)
-
-
-def _confidence(record: Record) -> float | None:
-    return _mean(record.confidence)
-
-
-def _mean(column: Tensor) -> float | None:
-    """Return the mean of the finite values; None if there is none."""
-    mean = float(column.double().nanmean()) if len(column) else math.nan
-    return mean if math.isfinite(mean) else None
+    def of(self, record: Record) -> float | None:
+        """Return the mean of the finite values; None if there are none."""
+        part = record if self.part is None else getattr(record, self.part)
+        values = torch.empty(0) if part is None else getattr(part, self.column).double()
+        mean = float(values.nanmean()) if len(values) else math.nan
+        return mean if math.isfinite(mean) else None
 
 
 SCORES = {
-    "estimate": SweepScore("estimated accuracy, of a method with +watch and a calibration", "higher", _estimate),
-    "entropy": SweepScore("mean entropy of the predictions, as a share of log K", "lower", _entropy),
-    "confidence": SweepScore("mean probability of the predicted class", "higher", _confidence),
+    "estimate": SweepScore(
+        "estimated accuracy, of a method with +watch and a calibration", "higher", "watched", "accuracy"
+    ),
+    "entropy": SweepScore("mean entropy of the predictions, as a share of log K", "lower", "trace", "entropy"),
+    "confidence": SweepScore("mean probability of the predicted class", "higher", None, "confidence"),
     # Not before the others: branches that have collapsed to the same few classes agree, too.
-    "agreement": SweepScore("agreement of teacher and student", "higher", _agreement),
+    "agreement": SweepScore("agreement of teacher and student", "higher", "trace", "student_agreement"),
 }
 
 

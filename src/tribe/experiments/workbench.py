@@ -100,7 +100,7 @@ class Workbench:
             data, place = stream.dataset, [dataset.name, dataset.fields]
             net, weights = self._once(
                 [model.name, model.fields, trained_on(data), optional(data, "outputs")],
-                lambda: self._fingerprinted(self.network(model.name, data, decode_fields(model.fields))),
+                lambda: (net := self.network(model.name, data, decode_fields(model.fields)), net.fingerprint()),
             )
             adapting = self._once(
                 [*place, model.name, model.fields, id(methods.get(method.name)), method.name, method.fields],
@@ -113,22 +113,20 @@ class Workbench:
 
     def dataset(self, spec: ComponentSpec) -> Dataset:
         """Return a data set, opened once."""
-        return self._once(
-            [spec.name, spec.fields], (lambda: build_dataset(spec.name, self.data, decode_fields(spec.fields)))
-        )
+        fields = spec.fields
+        return self._once([spec.name, fields], lambda: build_dataset(spec.name, self.data, decode_fields(fields)))
 
     def stream(
         self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64
     ) -> Stream:
         """Return streams of a data set, made once: experiments with the same data, scenario and seeds share them."""
-        return self._once(
-            [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch],
-            (
-                lambda: Stream(
-                    self.dataset(dataset), build_scenario(scenario.name, decode_fields(scenario.fields)), seeds, batch
-                )
-            ),
-        )
+
+        def make() -> Stream:
+            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
+            return Stream(self.dataset(dataset), protocol, seeds, batch)
+
+        key = [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch]
+        return self._once(key, make)
 
     def module(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
         """Return a network with weights: a custom one, or that of ``weights``, its library or the data set."""
@@ -172,10 +170,6 @@ class Workbench:
             self._built[name] = make()
         built: T = self._built[name]
         return built
-
-    @staticmethod
-    def _fingerprinted(net: Backbone) -> tuple[Backbone, str]:
-        return net, net.fingerprint()
 
     def _source_command(self, method: str, data: Dataset, model: str, fields: Mapping[str, Any]) -> str:
         """Return the command that makes the source knowledge of a method with these fields, where it is searched."""

@@ -127,19 +127,13 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     trim()
-    before_block = resident("VmRSS") if _reset_peak() else None
+    before_block = None
+    with contextlib.suppress(OSError):  # a system may not allow this
+        CLEAR.write_text("5")  # resets the high-water mark
+        before_block = resident("VmRSS")
     yield peak
     highest = resident("VmHWM")
     peak.bytes = None if before_block is None or highest is None else max(highest - before_block, 0)
-
-
-def _reset_peak() -> bool:
-    """Reset the high-water mark of the process; False if the system does not allow it."""
-    try:
-        CLEAR.write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def memory(device: torch.device) -> int | None:
