@@ -15,7 +15,7 @@ import torch
 import tribe
 from tribe.core import kernels
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import memory, seconds, warm_up
+from tribe.experiments.bench.clock import resident, seconds, trim, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.bench.results import size, table
 
@@ -57,6 +57,14 @@ def watch(
         times = [seconds(partial(adapter, batches[i % BATCHES]), 1, place) for i in range(first, end)]
         windows.append(Window(end, 1e3 * statistics.median(times), memory(place)))
     return windows
+
+
+def memory(device: torch.device) -> int | None:
+    """Return the bytes in use now."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    trim()
+    return resident("VmRSS")
 
 
 def show(windows: Sequence[Window]) -> str:

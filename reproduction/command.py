@@ -17,6 +17,7 @@ from reproduction.chart import draw_chart
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, compare, stream_name
 from reproduction.document import all_comparisons, by_settings, write_document
+from reproduction.keep import keep
 from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Finished, Plan
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
@@ -29,7 +30,7 @@ from tribe.data.datasets.manifest import FILE as MANIFEST
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
-from tribe.experiments.store import find, finished, keep
+from tribe.experiments.store import find, finished
 from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder, write_atomically

@@ -115,7 +115,9 @@ class Finished:
     def select(self, seeds: Sequence[int] | None) -> "Finished | None":
         """Return the result of some seeds, None: of all; None if it has none of them."""
         chosen = [seed for seed in seeds or self.result.streams if seed in self.result.streams]
-        return Finished(self.result.of_seeds(chosen)) if chosen else None
+        streams = {seed: self.result.streams[seed] for seed in chosen}
+        experiment = self.result.experiment.with_seeds(chosen)
+        return Finished(dataclasses.replace(self.result, experiment=experiment, streams=streams)) if chosen else None
 
     @cached_property
     def settings(self) -> str:

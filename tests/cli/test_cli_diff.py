@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from commands import message, tribe_command
-from tribe.experiments.store import finished, keep
+from reproduction.keep import keep
+from tribe.experiments.store import finished
 
 TINY = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", "--set", "scenario.imbalance=1000000")
 

@@ -12,12 +12,13 @@ import torch
 import tribe
 from places import TESTS
 from processes import Process, ended
+from reproduction.keep import keep
 from tribe import metrics
 from tribe.experiments import store as store_module
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result, ResultStore, StreamResult, find, finished, keep, stale
+from tribe.experiments.store import Result, ResultStore, StreamResult, find, finished, stale
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
 

@@ -126,7 +126,7 @@ def _refuse_custom(experiments: Sequence[Experiment], root: str | PathLike[str])
 
 
 class SharedOptions(NamedTuple):
-    """What all experiments of a call share."""
+    """Options that all experiments of a call share."""
 
     settings: RunSettings
     workbench: Workbench | None

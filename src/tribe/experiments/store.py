@@ -20,7 +20,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -32,7 +32,7 @@ from tribe.experiments.experiment import COMPONENTS, Experiment
 from tribe.experiments.provenance import file_digest
 from tribe.experiments.record import Record
 from tribe.io import json_files
-from tribe.io.files import exclusive, write_atomically
+from tribe.io.files import exclusive
 
 PACK = ".jsonl"
 CHECKPOINT = "checkpoint.safetensors"
@@ -42,7 +42,6 @@ CLASS_OF: dict[str, Callable[[str], Any]] = {
     "scenario": scenarios.get,
     "method": methods.get,
 }
-PRIVATE = ("command",)  # entries of an environment that `keep` leaves out: they hold paths of a machine
 
 COUNT = json_files.Where(int, lambda count: 0 <= count < 2**53, "a number of images")
 SHARE = json_files.Where(float, lambda share: -1e-6 <= share <= 1 + 1e-6, "a share, from 0 to 1")
@@ -136,12 +135,6 @@ class Result:
         pairs = zip(images, self.values("seconds_per_image"), strict=True)
         return math.fsum(count * each for count, each in pairs if math.isfinite(each))
 
-    def of_seeds(self, seeds: Sequence[int]) -> "Result":
-        """Return the same result with these seeds alone."""
-        return Result(
-            self.experiment.with_seeds(seeds), self.root, {seed: self.streams[seed] for seed in seeds}, self.memory
-        )
-
     def _load(self, seed: int) -> Record:
         path = record_path(self.folder, seed)
         record = Record.load(path)
@@ -231,7 +224,7 @@ class ResultStore:
         with locked(self.root / ".lock", wait=True), path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             torn = end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
-            lines = [_encode(experiment, seed, stream) for seed, stream in result.streams.items()]
+            lines = [encode(experiment, seed, stream) for seed, stream in result.streams.items()]
             file.write(b"\n" * torn + b"".join(lines))
             file.flush()
             os.fsync(file.fileno())
@@ -275,44 +268,13 @@ def finished(root: str | PathLike[str]) -> Iterator[Result]:
     yield from ResultStore(root).results()
 
 
-def keep(root: str | PathLike[str], target: str | PathLike[str]) -> None:
-    """Copy the results in ``root``, without their records, into ``target``, whose files are sorted and fit into git.
-
-    A result of a stream that is there stays: results do not change. Unless it is `stale`, and the new one is not.
-    """
-    target = Path(target)
-    there = {result.experiment.id: result for result in ResultStore(target).results()}
-    for result in ResultStore(root).results():
-        name = result.experiment.id
-        old = there.get(name)
-        if old is None or (stale(old) and not stale(result)):
-            there[name] = result
-        else:
-            streams = {**result.streams, **old.streams}
-            there[name] = Result(old.experiment.with_seeds(sorted(streams)), target, dict(sorted(streams.items())))
-    write_packs(there.values(), target)
-
-
-def write_packs(results: Iterable[Result], target: Path) -> None:
-    """Write results into the files of a folder, in the order of their ids and seeds, in place of what is there."""
-    target.mkdir(parents=True, exist_ok=True)
-    packs: dict[str, list[bytes]] = defaultdict(list)
-    for result in sorted(results, key=lambda result: result.experiment.id):
-        for seed, stream in sorted(result.streams.items()):
-            environment = {name: value for name, value in stream.environment.items() if name not in PRIVATE}
-            line = _encode(result.experiment, seed, stream._replace(environment=environment))
-            packs[pack_name(result.experiment)].append(line)
-    for name, lines in packs.items():
-        with locked(target / ".lock", wait=True):
-            write_atomically(target / name, b"".join(lines))
-
-
 def pack_name(experiment: Experiment) -> str:
     """Return the name of the file that holds the results of an experiment."""
     return f"{experiment.dataset.name.replace('/', '_')}-{experiment.device}{PACK}"
 
 
-def _encode(experiment: Experiment, seed: int, stream: StreamResult) -> bytes:
+def encode(experiment: Experiment, seed: int, stream: StreamResult) -> bytes:
+    """Return the line of a stream."""
     line = {"id": experiment.id, "seed": seed, "spec": experiment.json(), **stream._asdict()}
     return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 

@@ -1,4 +1,4 @@
-"""What workers of `tribe.experiments.parallel` get and do, in processes of this machine or of a cluster of Ray.
+"""Jobs of the workers of `tribe.experiments.parallel`, in processes of this machine or of a cluster of Ray.
 
 A worker gets an experiment as plain data (`ExperimentJob`), with the files of a custom method or norm rule.
 """

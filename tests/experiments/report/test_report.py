@@ -15,13 +15,14 @@ import tribe
 import tribe.experiments.record
 from commands import tribe_command
 from places import ROOT
+from reproduction.keep import keep as keep_results
 from tribe import metrics
 from tribe.data import scenarios
 from tribe.experiments import report, store
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Watched
-from tribe.experiments.report import collect as collection
+from tribe.experiments.report import groups
 from tribe.experiments.spec import ComponentSpec
 from tribe.methods.encoding import encode_fields
 
@@ -236,7 +237,7 @@ def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tm
 def test_what_follows_from_another_field_is_not_said(tmp_path):
     other = encode_fields(tribe.methods.create("tribe", classes=10, convention="paper"))
     spec = record(fields=as_json(other | tribe.methods.get("tribe").presets["cifar10"])).spec
-    assert collection.departures(spec) == {"convention": "paper"}
+    assert groups.departures(spec) == {"convention": "paper"}
 
 
 def test_a_record_that_is_there_twice_counts_once_and_one_that_contradicts_is_named(tmp_path):
@@ -276,14 +277,14 @@ SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.i
 
 
 def as_json(fields):
-    return json.loads(json.dumps(fields, default=collection._fields_of))
+    return json.loads(json.dumps(fields, default=groups._fields_of))
 
 
 @pytest.mark.parametrize("room", [1, 10**6])
 def test_room_for_larger_images_is_a_departure_only_if_it_is_smaller(room):
     fields = as_json(encode_fields(tribe.methods.create("rotta", classes=10, room=room)))
     spec = record("rotta", fields=fields, dataset="live-mnist-c").spec
-    assert collection.departures(spec) == ({"room": room} if room == 1 else {})
+    assert groups.departures(spec) == ({"room": room} if room == 1 else {})
 
 
 def test_the_command_that_made_a_result_is_shown(tmp_path, monkeypatch, few_digits):
@@ -482,9 +483,9 @@ def test_results_without_records_in_folders_are_shown_beside_records(tmp_path, m
     (group,) = report.collect("runs").groups
     assert [len(row.records) for row in group.rows] == [1, 0]
     assert "No records were kept of bn:" in page.text
-    before, after = ([row.score(collection.INSTANCE) for row in g.rows] for g in (whole.groups[0], group))
+    before, after = ([row.score(groups.INSTANCE) for row in g.rows] for g in (whole.groups[0], group))
     assert before == after
-    store.keep("runs", "runs/packed")
+    keep_results("runs", "runs/packed")
     assert {reason.partition(" ")[0] for _, reason in report.collect("runs").repeated} == {"predicts"}
 
 

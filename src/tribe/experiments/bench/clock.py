@@ -136,14 +136,6 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
     peak.bytes = None if before_block is None or highest is None else max(highest - before_block, 0)
 
 
-def memory(device: torch.device) -> int | None:
-    """Bytes in use now."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    trim()
-    return resident("VmRSS")
-
-
 def resident(field: str) -> int | None:
     """A field of /proc/self/status in bytes; None on other systems than Linux."""
     with contextlib.suppress(OSError):

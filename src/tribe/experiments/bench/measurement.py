@@ -129,16 +129,7 @@ def measure(
     with _configured(setting) as device:
         workload = _workload(model, setting, device)
         counts = _operations(names, workload, advance)
-        built: dict[str, Contender] = {}
-        peaks: dict[str, int | None] = {}
-        for name in names:
-            # The memory of a compiler, and of a copy of the network in another layout, do not count for inference.
-            inference = contenders.create(name, workload) if name in INFERENCE else None
-            with peak_memory(device) as peak:
-                built[name] = inference or contenders.create(name, workload)
-                warm_up(built[name].call, device, max(WARM_UP, built[name].period))
-            peaks[name] = peak.bytes
-            advance(name)
+        built, peaks = _build_contenders(names, workload, advance)
         side = SIDE.get(device.type, 1024)
         a, b = noise((2, side, side), device).to(setting.dtype)
         warm_up(lambda: a @ b, device)
@@ -214,3 +205,19 @@ def _operations(names: Sequence[str], workload: Workload, advance: Callable[[str
         advance(name)
     gc.collect()
     return counts
+
+
+def _build_contenders(
+    names: Sequence[str], workload: Workload, advance: Callable[[str], None]
+) -> tuple[dict[str, Contender], dict[str, int | None]]:
+    """All contenders, warmed up, and the peak memory of each."""
+    built, peaks, device = {}, {}, workload.images.device
+    for name in names:
+        # The memory of a compiler, and of a copy of the network in another layout, do not count for inference.
+        inference = contenders.create(name, workload) if name in INFERENCE else None
+        with peak_memory(device) as peak:
+            built[name] = inference or contenders.create(name, workload)
+            warm_up(built[name].call, device, max(WARM_UP, built[name].period))
+        peaks[name] = peak.bytes
+        advance(name)
+    return built, peaks

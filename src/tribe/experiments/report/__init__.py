@@ -9,7 +9,7 @@ page loads nothing, and works without JavaScript, on paper, a phone or a wide sc
 from os import PathLike
 from pathlib import Path
 
-from tribe.experiments.report.collect import MethodRow, Played, ResultGroup, Runs, collect
+from tribe.experiments.report.groups import MethodRow, Played, ResultGroup, Runs, collect
 from tribe.experiments.report.page import render
 from tribe.io.files import check_file, write_atomically
 

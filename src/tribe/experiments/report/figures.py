@@ -17,7 +17,7 @@ from torch import Tensor
 from tribe.experiments import metrics
 from tribe.experiments.plots import plain_label
 from tribe.experiments.record import Record
-from tribe.experiments.report.collect import CALIBRATION, COST, INSTANCE, MethodRow, Played, ResultGroup
+from tribe.experiments.report.groups import CALIBRATION, COST, INSTANCE, MethodRow, Played, ResultGroup
 from tribe.fields import printable
 
 POINTS = 160  # of a curve over time: more cannot be seen on a screen

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tribe._version import __version__
-from tribe.experiments.report.collect import (
+from tribe.experiments.report.groups import (
     INSTANCE,
     LONG,
     SHORT,

@@ -1,0 +1,37 @@
+"""Copy results without their records into a folder whose files are sorted and fit into git."""
+
+from collections import defaultdict
+from os import PathLike
+from pathlib import Path
+
+from tribe.experiments.store import Result, ResultStore, encode, locked, pack_name, stale
+from tribe.io.files import write_atomically
+
+PRIVATE = ("command",)  # entries of an environment that are left out: they hold paths of a machine
+
+
+def keep(root: str | PathLike[str], target: str | PathLike[str]) -> None:
+    """Copy the results in ``root``, without their records, into ``target``.
+
+    A result of a stream that is there stays: results do not change. Unless it is `stale`, and the new one is not.
+    """
+    target = Path(target)
+    there = {result.experiment.id: result for result in ResultStore(target).results()}
+    for result in ResultStore(root).results():
+        name = result.experiment.id
+        old = there.get(name)
+        if old is None or (stale(old) and not stale(result)):
+            there[name] = result
+        else:
+            streams = dict(sorted({**result.streams, **old.streams}.items()))
+            there[name] = Result(old.experiment.with_seeds(tuple(streams)), target, streams)
+    packs: dict[str, list[bytes]] = defaultdict(list)
+    for _, result in sorted(there.items()):
+        for seed, stream in sorted(result.streams.items()):
+            environment = {name: value for name, value in stream.environment.items() if name not in PRIVATE}
+            line = encode(result.experiment, seed, stream._replace(environment=environment))
+            packs[pack_name(result.experiment)].append(line)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, lines in packs.items():
+        with locked(target / ".lock", wait=True):
+            write_atomically(target / name, b"".join(lines))
