@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import pytest
 import torch
@@ -196,28 +195,6 @@ def test_source_knowledge_of_two_files_makes_two_methods(workbench, tmp_path):
     assert experiments[0].id != experiments[1].id
     for e in experiments:
         assert e.parts.method.knowledge.digest == e.method.fields["knowledge"]["knowledge"]
-
-
-def test_the_code_of_a_custom_method_is_part_of_the_id(workbench, tmp_path, monkeypatch):
-    text = (
-        "from tribe.methods.source import Source\nfrom tribe.methods import register\n"
-        "@register('mine')\nclass Mine(Source):\n    pass\n"
-    )
-    path = tmp_path / "mine_method.py"
-    path.write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    try:
-        import mine_method  # noqa: F401
-
-        first = small(workbench, "mine")
-        path.write_text(text + "# changed\n")
-        second = small(workbench, "mine")
-        assert first.method.code != second.method.code
-        assert first.id != second.id
-        assert Experiment.from_json(first.json()) == first
-    finally:
-        sys.modules.pop("mine_method", None)
-        tribe.methods.registry._classes.pop("mine", None)
 
 
 def test_the_committed_results_have_the_ids_of_their_specs():

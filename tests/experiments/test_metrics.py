@@ -1,6 +1,5 @@
-"""Metrics on hand-computed cases, and records on disk."""
+"""Metrics on hand-computed cases."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -74,43 +73,3 @@ def test_images_without_a_label_are_not_judged():
 
 def test_time():
     assert metrics.seconds_per_image(HAND) == 0.25
-
-
-def test_a_record_survives_the_disk(tmp_path):
-    HAND.save(tmp_path / "r.npz")
-    back = Record.load(tmp_path / "r.npz")
-    for a, b in zip(HAND, back, strict=True):
-        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def _scrambled(data):
-    """The same length, the compressed bytes of the first column turned around."""
-    start = data.index(b"domain.npy") + 200
-    return data[:start] + data[start : start + 40][::-1] + data[start + 40 :]
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda p: p.write_bytes(b"PK"), "damaged"),
-        (lambda p: p.write_bytes(p.read_bytes()[:-30]), "damaged"),
-        (lambda p: np.savez(p, a=1), "damaged"),
-        (lambda p: p.write_bytes(b"nothing of the kind"), "damaged"),
-        (lambda p: p.write_bytes(_scrambled(p.read_bytes())), "damaged"),
-        (lambda p: np.savez(p, words=np.array('{"format": "other"}'), **{n: [1] for n in _columns()}), "damaged"),
-    ],
-)
-def test_a_damaged_record_is_refused(tmp_path, damage, words):
-    HAND.save(tmp_path / "r.npz")
-    damage(tmp_path / "r.npz")
-    with pytest.raises(ValueError, match=words):
-        Record.load(tmp_path / "r.npz")
-
-
-def test_a_missing_record_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no record at"):
-        Record.load(tmp_path / "r.npz")
-
-
-def _columns():
-    return ("domain", "label", "prediction", "confidence", "seconds")

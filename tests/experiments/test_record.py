@@ -179,6 +179,23 @@ def test_logits_in_a_file_serve_a_filter_as_those_in_memory_do(tmp_path):
         play().save(tmp_path / "record.npz", outputs=True)
 
 
+def scrambled(data):
+    """The same length, the compressed bytes of the first column turned around."""
+    start = data.index(b"domain.npy") + 200
+    return data[:start] + data[start : start + 40][::-1] + data[start + 40 :]
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"PK", lambda data: data[:-30], lambda data: b"nothing", scrambled])
+def test_a_damaged_file_is_refused(tmp_path, damage):
+    path = tmp_path / "record.npz"
+    with pytest.raises(FileNotFoundError, match="no record at"):
+        Record.load(path)
+    made().save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match="damaged"):
+        Record.load(path)
+
+
 @pytest.mark.parametrize(
     ("changes", "word"),
     [

@@ -14,7 +14,6 @@ from places import TESTS
 from processes import Process, ended
 from reproduction.keep import keep
 from tribe import metrics
-from tribe.experiments import store as store_module
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
@@ -191,20 +190,6 @@ def test_a_damaged_record_is_named(result, tmp_path):
             find(result.experiment, tmp_path).records()
 
 
-def test_a_record_with_any_damaged_byte_is_whole_or_refused(result, tmp_path):
-    whole, path = (result.folder / "record-0.npz").read_bytes(), tmp_path / "record.npz"
-    expected = tribe.Record.load(result.folder / "record-0.npz")
-    for place in range(0, len(whole), max(1, len(whole) // 60)):
-        bad = bytearray(whole)
-        bad[place] ^= 0x10
-        path.write_bytes(bad)
-        try:
-            record = tribe.Record.load(path)
-        except ValueError:
-            continue
-        assert torch.equal(record.prediction, expected.prediction)
-
-
 def test_records_that_cannot_be_written_do_not_cost_the_run(result, tmp_path):
     """A disk may be full at the last moment; here a folder is where a record belongs."""
     folder, first, second = tmp_path / result.experiment.id, [], []
@@ -255,14 +240,6 @@ def test_source_knowledge_of_a_network_serves_its_bf16_self(workbench, tmp_path,
     experiment = Experiment.of(DATA, "compact", stream, method, precision="bf16", workbench=workbench)
     with pytest.raises(Stopped):  # after a step: all its parts were there
         run_experiment(experiment, tmp_path, progress=stop_at(1))
-
-
-def test_a_bf16_run_goes_on_from_its_checkpoint(workbench, tmp_path):
-    experiment = small(workbench, "tribe", precision="bf16")
-    never_stopped = run_experiment(experiment, tmp_path / "whole")
-    with pytest.raises(Stopped):
-        run_experiment(experiment, tmp_path / "cut", progress=stop_at(7), every=3)
-    check_equal(run_experiment(experiment, tmp_path / "cut", every=3), never_stopped)
 
 
 # -- packs ------------------------------------------------------------------------------------------------------------
@@ -376,9 +353,3 @@ def test_a_grid_that_is_killed_ends_with_the_same_numbers(tmp_path):
 def test_a_grid_of_twelve_that_is_killed_twenty_times_ends_with_the_same_numbers(tmp_path):
     """A round of four kills ends one experiment, so five rounds fit."""
     killed_grid(tmp_path, 12, ("checkpoint:2", "record-:1", "record-:2", "checkpoint:2") * 5)
-
-
-def test_the_store_module_lists_its_entries():
-    """The layout in the docstring names every key of a line."""
-    for key in store_module.LINE:
-        assert f'"{key}"' in store_module.__doc__

@@ -50,7 +50,7 @@ def code_of(*parts: Any, strict: bool = True) -> str | None:
         raise ValueError(
             f"the code of {lost[0].__name__} is in no file, so a result could not name its version: put it into one"
         )
-    return _hash(file for file, _ in files if file is not None)
+    return _hash([file for file, _ in files if file is not None]) if files else None
 
 
 def code_at(place: str) -> str | None:

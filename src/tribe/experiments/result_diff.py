@@ -147,7 +147,9 @@ def diff_results(a: Side, b: Side) -> ResultDiff:
     _refuse_different_data(a, b)
     seeds = tuple(seed for seed in a.scores if seed in b.scores)
     if not seeds:
-        have = " and ".join(f"{side.name} of seeds {', '.join(map(str, side.scores))}" for side in (a, b))
+        have = " and ".join(
+            f"{side.name} of seed{'s' * (len(side.scores) > 1)} {', '.join(map(str, side.scores))}" for side in (a, b)
+        )
         raise DifferentData(f"the results are of different streams: {have}. Compare results that share a seed")
     both = [seed for seed in seeds if seed in a.records and seed in b.records]
     streams = tuple(_diff_streams(seed, a.records[seed], b.records[seed]) for seed in both)

@@ -21,7 +21,7 @@ from tribe.experiments.provenance import code_of, coded, file_digest, is_custom
 from tribe.experiments.record import FROM_INFO, Kind, Record
 from tribe.experiments.spec import describe
 from tribe.experiments.stream import Stream
-from tribe.experiments.table import RecordTable, RunCheckpoint
+from tribe.experiments.table import Columns, RecordTable, RunCheckpoint
 from tribe.health.alarms import KINDS
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits
 from tribe.methods.encoding import encode_fields
@@ -65,18 +65,16 @@ def run(
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.core.graphs`); True insists on it.
         deterministic: The same bits every time on a GPU too, so that a resumed run equals one that never stopped.
     """
-    _check_arguments(net, method, every)
-    given = {"method": {"name": method.name}, **(spec or {})}
-    _check_plain(given)
-    check_fits(net, method)
-    _check_classes(net, stream)
+    given = {"method": {"name": getattr(method, "name", None)}, **(spec or {})}
+    _check(net, method, stream, every, given)
     source, seed = _initial_state(net, method, len(stream.seeds), seed)
     outputs = method.output if keep_outputs else None
     columns = _first_columns(_observe(method, net, source, 0), len(stream.seeds))
-    file, state, table, start = None, clone(source), RecordTable(stream, columns, 0, outputs), 0
+    file, state, start = None, clone(source), 0
     if checkpoint is not None:
         file = RunCheckpoint(checkpoint, _identity(net, method, stream, seed, given))
-        state, table, start = file.resume(source, columns, stream, outputs)
+        state, columns, start = file.resume(source, columns, stream, outputs)
+    table = RecordTable(stream, columns, start, outputs)
     steps, retired = Steps(method, net, graphs, deterministic), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, start  # after the last batch that was finished
@@ -114,7 +112,8 @@ def predictions(output: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return confidence, prediction
 
 
-def _check_arguments(net: Backbone, method: AnyMethod, every: int) -> None:
+def _check(net: Backbone, method: AnyMethod, stream: Stream, every: int, spec: Mapping[str, Any]) -> None:
+    """Refuse before the work what would fail during it, or what would mean other numbers."""
     for given, kinds, expected in (
         (net, Backbone, "a Backbone, such as tribe.Backbone(net)"),
         (method, Method | Pipeline, 'a Method, such as tribe.methods.create("tribe", classes=10)'),
@@ -123,10 +122,6 @@ def _check_arguments(net: Backbone, method: AnyMethod, every: int) -> None:
             raise TypeError(f"tribe.run takes {expected}; got {type(given).__name__}")
     if every < 1:
         raise ValueError(f"every is how many batches from one checkpoint to the next, at least 1; got {every}")
-
-
-def _check_plain(spec: Mapping[str, Any]) -> None:
-    """Refuse a spec that no record or checkpoint can hold, before the work."""
     for name, value in spec.items():
         try:
             json.dumps({name: value}, sort_keys=True)
@@ -134,10 +129,7 @@ def _check_plain(spec: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"spec is written as JSON, which cannot hold its {name!r} ({error}): give words, numbers, lists, dicts"
             ) from error
-
-
-def _check_classes(net: Backbone, stream: Stream) -> None:
-    """Refuse a data set with other classes than the network: its labels would mean other outputs."""
+    check_fits(net, method)
     count, outputs = len(stream.dataset.classes), optional(stream.dataset, "outputs")
     if net.dense:
         raise ValueError("a run compares predictions with labels, and this network may return no logits: dense=True")
@@ -147,7 +139,7 @@ def _check_classes(net: Backbone, stream: Stream) -> None:
             f"such as {stream.domains[0]!r}: if they are classes, as in an ImageFolder, name the folder above them",
             stacklevel=3,
         )
-    if count and net.classes is not None and count != net.classes:
+    if count and net.classes is not None and count != net.classes:  # its labels would mean other outputs
         hint = "" if outputs is None else ". net.restricted_to(dataset.outputs) keeps the outputs that are its classes"
         raise ValueError(f"the network has {net.classes} classes, but the data set has {count}{hint}")
 
@@ -221,7 +213,7 @@ def _observe(method: AnyMethod, net: Backbone, state: Any, step: int) -> dict[st
     return columns
 
 
-def _first_columns(observed: Mapping[str, Tensor], streams: int) -> list[dict[str, Tensor]]:
+def _first_columns(observed: Columns, streams: int) -> Sequence[Columns]:
     """Return the empty columns of each stream's record."""
     whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
     columns = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}

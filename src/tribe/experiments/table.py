@@ -188,8 +188,8 @@ class RunCheckpoint:
 
     def resume(
         self, source: Any, start: Sequence[Columns], stream: Stream, outputs: Kind | None
-    ) -> tuple[Any, RecordTable, int]:
-        """Return state, table and batches done, from the file; without one, those of the start.
+    ) -> tuple[Any, Sequence[Columns], int]:
+        """Return state, columns of each stream and batches done, from the file; without one, those of the start.
 
         Args:
             source: The state before the first batch.
@@ -201,7 +201,7 @@ class RunCheckpoint:
             StateFileError: The file is damaged, or of another run.
         """
         if not self.path.exists():
-            return clone(source), RecordTable(stream, start, 0, outputs), 0
+            return clone(source), start, 0
         header, tensors = tensor_file.read(self.path, CHECKPOINT)
         step, batches = header["step"], len(stream)
         if header["run"] != self._identity:
@@ -231,4 +231,4 @@ class RunCheckpoint:
                 number, _, column = place.partition(".")
                 held[int(number)][column] = values
         self.saved = step
-        return state, RecordTable(stream, held, step, outputs), step
+        return state, held, step

@@ -98,10 +98,9 @@ class Workbench:
         try:
             stream = self.stream(dataset, scenario, seeds, batch)  # refuses missing data before the weights are read
             data, place = stream.dataset, [dataset.name, dataset.fields]
-            net, weights = self._once(
-                [model.name, model.fields, trained_on(data), optional(data, "outputs")],
-                lambda: (net := self.network(model.name, data, decode_fields(model.fields)), net.fingerprint()),
-            )
+            trained = [model.name, model.fields, trained_on(data), optional(data, "outputs")]
+            net = self._once(trained, lambda: self.network(model.name, data, decode_fields(model.fields)))
+            weights = self._once(["weights", *trained], net.fingerprint)
             adapting = self._once(
                 [*place, model.name, model.fields, id(methods.get(method.name)), method.name, method.fields],
                 lambda: self.method(method.name, net, data, model.name, decode_fields(method.fields)),
@@ -161,7 +160,8 @@ class Workbench:
 
     def root(self, data: Dataset | type[Dataset]) -> Path:
         """Return the root of all data: ``data``, unless it is the folder of this data set alone."""
-        of_all = self.data is not None and "data" in _fields(data) and not holds_classes(self.data)
+        takes_root = "data" in getattr(data, "__dataclass_fields__", {})
+        of_all = self.data is not None and takes_root and not holds_classes(self.data)
         return data_root(str(self.data) if of_all else None)
 
     def _once(self, key: Sequence[Any], make: Callable[[], T]) -> T:
@@ -191,7 +191,7 @@ class Workbench:
 
 def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
     """Return a data set by name; ``data`` is the root of all of them, or the folder of this one."""
-    known = _fields(datasets.get(name))
+    known = getattr(datasets.get(name), "__dataclass_fields__", {})
     place = {} if data is None else {"data" if "data" in known else "root": str(data)}
     if "root" in known and "root" not in {**place, **fields}:
         raise ValueError(f"data set {name} needs its folder: --data FOLDER, or root= among its fields")
@@ -274,10 +274,6 @@ def _numbers_of_image(data: Dataset) -> int:
     """Return the number of values of an image: a memory of images needs room for them."""
     domain = next((domain for domain in data.domains if len(data.labels(domain))), None)
     return 0 if domain is None else data.images(domain, torch.tensor([0]))[0].numel()
-
-
-def _fields(component: Any) -> set[str]:
-    return {field.name for field in dataclasses.fields(component)} if dataclasses.is_dataclass(component) else set()
 
 
 # -- values of fields -------------------------------------------------------------------------------------------------

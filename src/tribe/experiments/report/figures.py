@@ -69,7 +69,14 @@ def domain_errors(group: ResultGroup, rows: Sequence[MethodRow], series: Series)
     axes.set_ylim(bottom=0)
     title, body = "Error per domain", _lines(group.domains, errors)
     caption = "Instance error in each domain, mean over seeds."
-    return Chart(title, caption, _svg(figure, group, title, errors), _labels(errors), ("domain", *errors), body)
+    return Chart(
+        title,
+        caption,
+        _svg(figure, group, title, errors),
+        dict(zip(errors, errors, strict=True)),
+        ("domain", *errors),
+        body,
+    )
 
 
 def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -90,7 +97,7 @@ def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Serie
     caption += " A vertical line marks the start of a domain." if borders else ""
     head, body = _sampled(places, curves)
     title = "Error over time"
-    return Chart(title, caption, _svg(figure, group, title, curves), _labels(curves), head, body)
+    return Chart(title, caption, _svg(figure, group, title, curves), dict(zip(curves, curves, strict=True)), head, body)
 
 
 def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -238,10 +245,6 @@ def _sampled(places: Tensor, columns: Mapping[str, Sequence[float]]) -> tuple[Se
     some = slice(None, None, max(1, len(places) // 10))
     names = [f"{place:,}" for place in (places + 1).tolist()[some]]
     return ("image", *columns), _lines(names, {label: values[some] for label, values in columns.items()})
-
-
-def _labels(labels: Iterable[str]) -> dict[str, str]:
-    return {label: label for label in labels}
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

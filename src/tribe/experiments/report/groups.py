@@ -201,8 +201,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
     for file in sorted(file for file in root.rglob("*.npz") if file.is_file()):
         path = file.relative_to(root).as_posix()
         try:
-            if not _is_another(file):
-                found.append(_read(file, path, environments))
+            found += _read(file, path, environments)
         except UNREADABLE as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
     for result in results:
@@ -236,18 +235,13 @@ def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
 
-def _is_another(file: Path) -> bool:
-    """Whether this is an undamaged npz file of another kind, such as a schedule."""
-    try:
-        with zipfile.ZipFile(file) as inside:
-            return "words.npy" not in inside.namelist()
-    except UNREADABLE:
-        return False
-
-
-def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> Played:
+def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> list[Played]:
+    """Return the record in a file; none if it is an npz file of another kind, such as a schedule."""
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not an npz file, or it was cut short")
+    with zipfile.ZipFile(file) as inside:
+        if "words.npy" not in inside.namelist():
+            return []
     record = Record.load(file)
     if not len(record.label):
         raise ValueError("it is empty: not one image was predicted")
@@ -257,7 +251,7 @@ def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]])
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
-    return Played(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)
+    return [Played(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)]
 
 
 # -- many -------------------------------------------------------------------------------------------------------------

@@ -178,14 +178,14 @@ def _charts(group: ResultGroup, series: Mapping[str, int]) -> list[Any]:
 
     labelled, judged = [row for row in group.rows if row.labelled], [row for row in group.rows if row.judged]
     watched = [row for row in judged if row.watched]
-    drawn = [
-        *([figures.domain_errors(group, labelled, series)] if labelled else []),
-        *([figures.error_over_time(group, judged, series)] if judged else []),
-        *([figures.calibration(group, judged, series)] if judged else []),
-        *([figures.cost(group, labelled, series)] if labelled else []),
-        *([figures.estimates(group, watched, series)] if watched else []),
-    ]
-    return drawn
+    charts = (
+        (figures.domain_errors, labelled),
+        (figures.error_over_time, judged),
+        (figures.calibration, judged),
+        (figures.cost, labelled),
+        (figures.estimates, watched),
+    )
+    return [draw(group, rows, series) for draw, rows in charts if rows]
 
 
 def _maps(group: ResultGroup) -> list[ClassMap]:
