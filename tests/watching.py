@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import tribe
-from tribe.health.calibration import QUANTILES, Calibration
+from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimator, Features
 from tribe.health.martingale import LEVELS, Reference
 from tribe.health.regression import GaussianProcess
@@ -29,9 +29,6 @@ def calibration_of(net, method="tribe", classes=CLASSES):
         tribe.Backbone(net).fingerprint(exact=False),
         images=200,
         accuracy=0.8,
-        confidence=0.8,
-        threshold=0.5,
-        entropies=tuple(torch.linspace(0, 1, QUANTILES).tolist()),
         corruptions=("fog", "shear", "spatter"),
         normal=Reference(even.expand(classes, LEVELS).clone(), torch.tensor(0.1)),
     )

@@ -1,6 +1,5 @@
 """Comparisons of states: what moved is found, by its name and with the right number."""
 
-import json
 import math
 
 import pytest
@@ -94,7 +93,6 @@ def test_every_method_is_compared(method):
         adapter(batch(seed, 16))
     found = adapter.compare(snapshot)
     assert found.since == "a snapshot"
-    assert json.loads(json.dumps(found.json())) == found.json()
     assert found.streams[0].affine == pytest.approx(adapter.info[0].distance, rel=1e-4, abs=1e-7)
     names = [layer.name for layer in found.layers]
     assert {"1", "4"} <= set(names) <= {name for name, _ in small_network().named_modules()}

@@ -9,7 +9,6 @@ import torch
 import tribe
 from tribe.core.state import leaves
 from tribe.health import Guard, Watch
-from tribe.health.report import Health
 from tribe.methods import EmptyState
 from tribe.testing import CLASSES, images, ready, small_network
 from tribe.testing.samples import small_backbone
@@ -31,7 +30,6 @@ def test_without_health_there_is_none_and_with_it_every_stream_has_one():
     assert first.followed == 1
     assert first.statistics > 0
     assert 0 <= first.source_agreement <= 1
-    assert set(Health._fields) == first.json().keys()
 
 
 def test_watching_changes_no_prediction_and_no_state_of_the_method():

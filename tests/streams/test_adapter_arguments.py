@@ -123,11 +123,7 @@ MAKING = {
         ValueError,
         "neighbours of lame is a whole number; got 1.5",
     ),
-    "watched and guarded": (
-        lambda: tribe.adapt(small_network(), "tribe+watch+guard"),
-        ValueError,
-        "two guards",
-    ),
+    "watched and guarded": (lambda: tribe.adapt(small_network(), "tribe+watch+guard"), ValueError, "two guards"),
     "guarded twice, with a filter": (
         lambda: tribe.adapt(small_network(), "tribe+guard+guard+time"),
         ValueError,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tribe import methods
 from tribe.core.backbone import Backbone
-from tribe.core.losses import cross_entropy, entropy, probabilities
+from tribe.core.losses import cross_entropy, entropy
 from tribe.core.rules import Frozen
 from tribe.core.validation import good_images
 from tribe.data import corruptions as corrupting
@@ -44,7 +44,6 @@ BATCH = 64
 PROBE = 4  # one image in so many is also predicted by the source
 LEAST = 200  # images
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
-QUANTILES = 512  # of the entropies of clean images
 NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
 
 ORDERS = ("iid", "continual", "ptta")  # scenarios: conditions mixed, one after another, and with bursts of classes
@@ -68,9 +67,6 @@ class Calibration:
     network: str  # Backbone.fingerprint(exact=False)
     images: int  # labelled images
     accuracy: float  # of the source network on them
-    confidence: float  # its mean confidence on them, after the temperature
-    threshold: float  # the confidence that a share of them as large as the accuracy exceeds
-    entropies: tuple[float, ...]  # 512 quantiles of the source network's entropies on them, as shares of log K
     corruptions: tuple[str, ...]
     normal: Reference = field(compare=False)  # entropies on them by predicted class: see tribe.health.martingale
 
@@ -83,8 +79,8 @@ class Calibration:
         fields = {**vars(self), "corruptions": list(self.corruptions)}
         normal = fields.pop("normal")
         fields["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "model"}
-        tensors = {"entropies": torch.tensor(fields.pop("entropies"), dtype=torch.float64), **normal._asdict()}
-        tensors |= {MODEL + name: t for name, t in self.estimator.model._asdict().items()}  # the digest covers tensors
+        model = self.estimator.model._asdict()  # among the tensors: the digest covers them
+        tensors = normal._asdict() | {MODEL + name: t for name, t in model.items()}
         return Knowledge(NAME, tensors, fields.pop("network"), fields)
 
     @staticmethod
@@ -137,8 +133,6 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
     "method": str,
     "images": _count(1, 2**62),
     "accuracy": SHARE,
-    "confidence": SHARE,
-    "threshold": SHARE,
     "corruptions": [str],
 }
 
@@ -148,7 +142,7 @@ def _decode(known: Knowledge) -> Calibration:
     spec = check(dict(known.spec), SCHEMA, "its header")
     features, points = len(Features._fields), known.tensors.get(f"{MODEL}weights", torch.empty(0)).numel()
     of_model = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
-    shapes = {"entropies": (QUANTILES,), "quantiles": (spec["estimator"]["classes"], LEVELS), "tolerance": ()}
+    shapes = {"quantiles": (spec["estimator"]["classes"], LEVELS), "tolerance": ()}
     shapes |= {MODEL + name: shape for name, shape in zip(GaussianProcess._fields, of_model, strict=True)}
     for name, shape in shapes.items():
         tensor = known.tensors.get(name, torch.empty(0))
@@ -158,7 +152,6 @@ def _decode(known: Knowledge) -> Calibration:
     return Calibration(
         Estimator(model=model, **{name: spec["estimator"][name] for name in SCHEMA["estimator"]}),
         network=known.network,
-        entropies=tuple(known.tensors["entropies"].tolist()),
         normal=Reference(*(known.tensors[name].float() for name in Reference._fields)),
         **{name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])},
     )
@@ -198,8 +191,6 @@ def calibrate(
     logits = source_logits(backbone, images)
     _check_labels(logits, labels)
     temperature = fit_temperature(logits, labels)
-    tempered = probabilities(logits / temperature).amax(-1)
-    accuracy = float((logits.argmax(-1) == labels).double().mean())
     share = (entropy(logits) / math.log(logits.shape[-1])).double()
     streams = _play(backbone, built, images, labels, conditions, temperature, seed, progress)
     return Calibration(
@@ -207,10 +198,7 @@ def calibrate(
         method=built.name,
         network=backbone.fingerprint(exact=False),
         images=len(labels),
-        accuracy=accuracy,
-        confidence=float(tempered.mean()),
-        threshold=float(tempered.quantile(1 - accuracy)),
-        entropies=tuple(share.quantile(torch.linspace(0, 1, QUANTILES, dtype=torch.float64)).tolist()),
+        accuracy=float((logits.argmax(-1) == labels).double().mean()),
         corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
         normal=fit_reference(share, logits.argmax(-1), labels, logits.shape[-1]),
     )
@@ -371,8 +359,7 @@ def _play(
             done += 1
             if progress is not None:
                 progress(done, batches)
-        whole = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True)))
-        hits = torch.cat(right, 1)
+        whole, hits = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True))), torch.cat(right, 1)
         for s, plan in enumerate(together):
             streams.append(Labelled(Images(*(t[s] for t in whole)), hits[s], kind[plan.condition]))
     return streams

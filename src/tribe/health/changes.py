@@ -61,13 +61,6 @@ class Comparison(NamedTuple):
     # all classes, those that moved most first; empty for methods without statistics of classes
     classes: tuple[ClassChange, ...]
 
-    def json(self) -> dict[str, Any]:
-        """Plain data: dicts, lists, texts and numbers."""
-        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("streams", "layers", "classes")}
-        for row in rows["streams"]:
-            row["learned"] = list(row["learned"])
-        return {"since": self.since, **rows}
-
     def __repr__(self) -> str:
         parts = [f"changes since {self.since}"]
         streams = [(f"{s.stream}: {s.learned[0]:,} -> {s.learned[1]:,}", *s[2:]) for s in self.streams]

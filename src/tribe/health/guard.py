@@ -258,14 +258,13 @@ class Guard(Watch):
         super().__post_init__()
         half, single, most = self.lean_half, self.lean_single, self.lean_most
         speed, every = self.speed, self.good_every
-        for name in ("lean_batch", "pull"):
+        for name in ("lean_most", "lean_batch", "pull"):
             value = getattr(self, name)
             require(is_number(value) and 0 <= value <= 1, f"{name} of a guard is a share, between 0 and 1", value)
         known = half is None or (is_number(half) and half >= 0)
         require(known, "lean_half of a guard is a distance, at least 0, or None: predictions do not lean", half)
         known = single is None or (half is not None and is_number(single) and single >= half)
         require(known, "lean_single of a guard is a distance, at least lean_half, or None: as lean_half", single)
-        require(is_number(most) and 0 <= most <= 1, "lean_most of a guard is a share, between 0 and 1", most)
         require(speed is None or (is_number(speed) and speed > 0), "speed of a guard is above 0, or None", speed)
         require(isinstance(self.skip, bool), "skip of a guard is True or False", self.skip)
         require(every is None or is_whole(every, least=1), "good_every of a guard is at least 1, or None", every)
@@ -311,12 +310,7 @@ class Guard(Watch):
         """Return the network that predicts: between the source's and the method's."""
         half = None if self.lean_half is None else lambda: self.midpoint(state)
         return interpolate_to_source(
-            net,
-            method.deployed(net, state),
-            half,
-            self.lean_most,
-            self.lean_batch,
-            lambda: method.anchored(net, state),
+            net, method.deployed(net, state), half, self.lean_most, self.lean_batch, lambda: method.anchored(net, state)
         )
 
     def calibrated(self, method: Method) -> AnyMethod:
@@ -340,14 +334,6 @@ class Guard(Watch):
         real: Tensor,
     ) -> tuple[Any, GuardState]:
         """Shorten the step, skip it where frames teach nothing, and go back where something went wrong."""
-        after, skipped = self._limit(net, method, before, moved, idle, real)
-        new = new._replace(held=new.held + skipped)
-        return (after, new) if self.good_every is None else self.go_back(after, new, old.watch)
-
-    def _limit(
-        self, net: Backbone, method: Method, before: Any, moved: Any, idle: Tensor, real: Tensor
-    ) -> tuple[Any, Tensor]:
-        """Return the step within the guard's limits, and how many images of each stream (S,) were not learned from."""
         if self.speed is not None:
             moved = limit(moved, before, self.speed)
         per_batch, own_weights = _kind_of_prediction(net, method, before)
@@ -357,8 +343,10 @@ class Guard(Watch):
             moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
         held = idle.any(1) & self.skip
         skipped = torch.where(held, real.sum(1), 0)
-        inner = select_joined(~held, moved, before)
-        return inner._replace(info=inner.info._replace(skipped=inner.info.skipped + skipped)), skipped
+        after = select_joined(~held, moved, before)
+        after = after._replace(info=after.info._replace(skipped=after.info.skipped + skipped))
+        new = new._replace(held=new.held + skipped)
+        return (after, new) if self.good_every is None else self.go_back(after, new, old.watch)
 
     def go_back(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
         """Return to the last good state where something has gone wrong; keep the state where all is well."""

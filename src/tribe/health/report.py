@@ -58,10 +58,6 @@ class Health(NamedTuple):
     held: int  # images that a guard did not let the method learn from
     returned: int  # how often a guard returned the stream to its last good state
 
-    def json(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {**self._asdict(), "alarms": list(self.alarms), "predicted": list(self.predicted)}
-
 
 class StreamReport(NamedTuple):
     """All reports on a stream."""
@@ -104,10 +100,6 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         return f"stream {self.stream}, image {self.image:,}: {self.words}"
-
-    def json(self) -> dict[str, Any]:
-        """Return plain data: texts, numbers and a dict of numbers."""
-        return self._asdict()
 
 
 Listener = Callable[[Event], object]

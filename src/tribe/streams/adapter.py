@@ -22,7 +22,7 @@ from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, RolledBack, Snapshot
-from tribe.health.report import Event, Health, Listener, StreamInfo, StreamReport
+from tribe.health.report import Event, Health, Listener, StreamInfo
 from tribe.io import states
 from tribe.methods import AnyMethod
 from tribe.methods.building import backbone_for, build_method
@@ -238,11 +238,6 @@ class Adapter(NetworkInterface):
     def health(self) -> list[Health] | None:
         """The health of each stream: a `tribe.health.Health` a stream; None without ``health`` or ``guard``."""
         return self._core.healths(NAME)
-
-    @property
-    def reports(self) -> list[StreamReport]:
-        """All of these reports on each stream."""
-        return self._core.reports(NAME)
 
     @property
     def events(self) -> list[Event]:

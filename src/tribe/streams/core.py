@@ -38,7 +38,7 @@ from tribe.health.history import (
     find_snapshot,
     state_after_rollback,
 )
-from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, StreamReport, describe_streams
+from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
 from tribe.io.states import Saved
 from tribe.methods import AnyMethod, Deployed, Pipeline
@@ -395,12 +395,6 @@ class Streams:
         with self.reading(name) as entries:
             pipeline = Pipeline.of(self.method)
             return None if pipeline.filter is None else pipeline.filter.info(entries[name].state.filter)
-
-    def reports(self, name: str) -> list[StreamReport]:
-        """Return all reports on each stream of an entry."""
-        none = [None] * self.streams
-        columns = zip(self.infos(name), self.healths(name) or none, self.filters(name) or none, strict=True)
-        return [StreamReport(*row) for row in columns]
 
     def look(self, names: Iterable[str]) -> None:
         """Read the alarms of these entries now. On a CPU every step does; on a GPU, which waits for it, every 50th."""

@@ -206,10 +206,6 @@ class Fleet(Streams):
         healths = self.healths(name)
         return None if healths is None else healths[0]
 
-    def report(self, name: str) -> StreamReport:
-        """Return all reports on a stream."""
-        return self.reports(name)[0]
-
     def info_many(self, names: Iterable[str]) -> dict[str, StreamInfo]:
         """Return `info` of several streams, read together: each reading of a GPU waits for it."""
         entries = {name: self.table.on_device(self.entry(name)) for name in names}
