@@ -147,32 +147,20 @@ def adapter(streams=1, **fields):
 
 
 LIFE = {
-    "reset a stream that is not there": (lambda a: a.reset(stream=2), IndexError, "stream 2: .* streams 0 to 1"),
+    "reset a stream that is not there": (lambda a: a.reset(stream=2), IndexError, "streams 0 to 1"),
     "reset a fraction of a stream": (lambda a: a.reset(stream=0.5), IndexError, "stream 0.5"),
     "reset a stream below zero": (lambda a: a.reset(stream=-3), IndexError, "stream -3"),
     "export a stream that is not there": (lambda a: a.export(stream=9), IndexError, "stream 9"),
     "export without saying which": (lambda a: a.export(), ValueError, "export"),
     "restore what is no snapshot": (lambda a: a.restore({}), TypeError, "dict"),
-    "restore another method's snapshot": (
-        lambda a: a.restore(adapter(streams=2, lr=0.5).snapshot()),
-        ValueError,
-        "the snapshot was taken with",
-    ),
-    "restore a snapshot of other streams": (
-        lambda a: a.restore(adapter(streams=3).snapshot()),
-        ValueError,
-        "another number of streams",
-    ),
-    "restore a snapshot of another network": (
+    "restore another method's": (lambda a: a.restore(adapter(2, lr=0.5).snapshot()), ValueError, "taken with"),
+    "restore other streams": (lambda a: a.restore(adapter(3).snapshot()), ValueError, "number of streams"),
+    "restore another network's": (
         lambda a: a.restore(tribe.adapt(small_network(seed=1), streams=2).snapshot()),
         ValueError,
-        "taken on another network",
+        "another network",
     ),
-    "load the state dict of other streams": (
-        lambda a: a.load_state_dict(adapter(streams=3).state_dict()),
-        RuntimeError,
-        "number of streams.*Nothing was loaded",
-    ),
+    "load other streams": (lambda a: a.load_state_dict(adapter(3).state_dict()), RuntimeError, "number of streams"),
     "load a state dict of lists": (
         lambda a: a.load_state_dict({k: t.tolist() for k, t in a.state_dict().items()}, assign=True),
         RuntimeError,
@@ -181,9 +169,9 @@ LIFE = {
     "load a state dict that is not finite": (
         lambda a: a.load_state_dict({k: t / 0 if "affine" in k else t for k, t in a.state_dict().items()}),
         RuntimeError,
-        r"a state that is not finite \(affine.bias, affine.weight.* Nothing was loaded",
+        r"not finite \(affine.bias, affine.weight",
     ),
-    "load the state dict of another method": (
+    "load another method's": (
         lambda a: a.load_state_dict(tribe.adapt(small_network(), "tent", streams=2).state_dict()),
         RuntimeError,
         "Nothing was loaded",

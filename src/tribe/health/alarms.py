@@ -160,8 +160,8 @@ class Alarms:
         """Add what a method did with a batch. Frames that teach nothing say nothing of the method and are left out.
 
         Args:
-            state: what `look` returned.
-            verdict: what `look` returned.
+            state: what `look` returned, as is the verdict.
+            verdict: the faults of the images.
             output: the method's logits (S, B, K).
             valid: which images count (S, B).
             distance: how far the affine parameters have moved (S,), as in `Info`.
@@ -232,14 +232,8 @@ def look_for_collapse(
 ) -> tuple[Signs, CollapseState]:
     """Add a batch: the signs, and the next state.
 
-    Args:
-        rules: the thresholds.
-        state: what came before.
-        predicted: the adapted network's classes (S, B).
-        valid: which images count (S, B).
-        distance: how far the affine parameters have moved (S,), as in `Info`.
-        source: the source's classes (S, B), if they were computed.
-        known: for which images (S, B) they were; None: all.
+    ``predicted`` are the adapted network's classes (S, B), ``source`` the source's, where they are ``known``, and
+    ``distance`` (S,) is how far the affine parameters have moved.
     """
     batch = _count(state, predicted, valid, source, known)
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
@@ -322,14 +316,10 @@ def _add(state: CollapseState, batch: Histograms) -> tuple[Tensor, Tensor]:
 def _collapsed(rules: CollapseRules, shares: Tensor, weight: Tensor, top: Tensor, top_share: Tensor) -> Tensor:
     """Mark the streams (S,) that predict one class that the source does not confirm."""
     classes, source, filled = shares.shape[2], shares[:, 4], weight[:, 4]
-    spread = torch.linalg.vector_norm(source, dim=1) <= _norm_of_spread(rules, classes) * filled
+    most = math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)  # the norm of shares at the threshold of spread
+    spread = torch.linalg.vector_norm(source, dim=1) <= most * filled
     agrees = source.gather(1, top.unsqueeze(1))[:, 0] >= (1 / classes + AGREES) * filled
     return torch.where(filled > 0.5, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone)
-
-
-def _norm_of_spread(rules: CollapseRules, classes: int) -> float:
-    """The norm of the shares of K classes whose spread is at the threshold; the spread is 0 if uniform, 1 if one."""
-    return math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)
 
 
 def _follow_bursts(

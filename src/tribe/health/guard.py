@@ -129,20 +129,8 @@ class Watch:
         """Take the method's step, watch it, and apply the guard's limits to the result.
 
         What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
-        it moved, and how its branches agree.
-
-        Args:
-            net: the network.
-            method: the method.
-            state: its state.
-            old: the guard's state.
-            x: images (S, B, ...).
-            valid: the images that are not padding (S, B).
-            retired: as for `Method.step`.
-            deploy: the network that predicts: `lean` for this method.
-
-        Returns:
-            The predictions, and the next states of the method and of the guard.
+        it moved, and how its branches agree. ``deploy`` makes the network that predicts: `lean` for this method. It
+        returns the predictions, and the next states of the method and of the guard.
         """
         watcher, beside = self.watcher(net, method), SideStream(x.device)
         good = good_images(x)  # a bad image leaves no trace

@@ -228,16 +228,8 @@ def find_snapshot(
 ) -> tuple[Snapshot, Kept | None]:
     """Return a snapshot, and its place in the history if it has one.
 
-    Args:
-        timeline: the history; None: there is none.
-        to: a snapshot, an entry of the history, or the least age of the newest snapshot that will do.
-        seconds: the least age in seconds.
-        images: the least age in images: of this stream, or of the one with most images.
-        stream: the stream whose images count.
-
-    Raises:
-        TypeError: not exactly one of ``to``, ``seconds`` and ``images`` is given, or ``to`` is something else.
-        ValueError: The history is missing, or no snapshot is so old.
+    ``to`` is a snapshot, an entry of the history, or the least age; ``seconds`` and ``images`` are least ages, the
+    latter of one stream or of the one with most images. The newest snapshot that is old enough is returned.
     """
     given = sum(value is not None for value in (to, seconds, images))
     if given != 1:
@@ -306,11 +298,10 @@ def check_memory(policy: History, state: Any) -> None:
         return
     needed, fitting = math.ceil(size * policy.keep / 2**20), int(min(limit, there) // size)
     advice = [f"keep={fitting}"] if fitting >= 2 else []
-    if needed * 2**20 <= there:
-        advice.append(f"megabytes={needed}")
-    reason = f"its limit is {policy.megabytes:,g} MB" if limit <= there else f"there are {there / 2**20:,.0f} MB"
+    advice += [f"megabytes={needed}"] if needed * 2**20 <= there else []
     raise ValueError(
-        f"a history of {policy.keep} snapshots of {size / 2**20:,.1f} MB each would take {needed:,} MB; {reason}. "
+        f"a history of {policy.keep} snapshots of {size / 2**20:,.1f} MB each would take {needed:,} MB; the limit is "
+        f"{min(limit, there) / 2**20:,.0f} MB. "
         + (f"Choose tribe.History({') or tribe.History('.join(advice)})" if advice else "Adapt without a history")
     )
 

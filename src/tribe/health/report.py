@@ -68,14 +68,7 @@ class StreamReport(NamedTuple):
 
 
 def describe_streams(info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ...]], frozen: bool) -> list[StreamInfo]:
-    """Return a report on each stream.
-
-    Args:
-        info: what a state reports.
-        steps: (S,), the clocks.
-        poisoned: the positions of bad images in the last batch of each stream.
-        frozen: whether the streams only predict.
-    """
+    """Return a report on each stream; ``poisoned`` are the positions of bad images in its last batch."""
     columns = [t.tolist() for t in info]
     return [
         StreamInfo(images, skipped, poisoned[i], trusted, entropy, distance, clock, frozen, *agreement)

@@ -71,15 +71,11 @@ class EntryGroup(NamedTuple):
 def group_entries(
     arrived: Mapping[str, Arrived], frozen: Mapping[str, bool], size: int, padded: bool, together: bool = True
 ) -> Iterator[EntryGroup]:
-    """Group entries whose images have the same shape; frozen ones apart.
+    """Group entries whose images have the same shape; frozen ones, which only predict, apart.
 
-    Args:
-        arrived: the images of each entry.
-        frozen: which entries only predict.
-        size: the bytes of a state, which bound the size of a group.
-        padded: pad the number of entries and of images to a power of 2, where each shape costs a recording; otherwise
-            a group has entries with the same number of images only.
-        together: group entries at all.
+    Groups are ``padded`` to powers of 2 of entries and of images where each shape costs a recording; otherwise a group
+    has entries with the same number of images only. The ``size`` of a state in bytes bounds a group. Unless
+    ``together``, each entry is a group.
     """
     kinds: dict[Any, list[str]] = {}
     for name, (x, *_) in arrived.items():
@@ -127,14 +123,8 @@ def _pad(arrived: list[Arrived], count: int, batch: int) -> tuple[Tensor, Tensor
 class Runner:
     """Take steps and predictions of groups of entries.
 
-    Args:
-        method: what adapts.
-        net: the network.
-        classes: the columns of the logits of no images.
-        graphs: as for `Steps`.
-        deterministic: as for `Steps`.
-        padded: groups are padded to a few shapes, each of which is recorded.
-        copies: results share no memory with the recordings.
+    Groups may be ``padded`` to a few shapes, each of which is recorded. With ``copies``, results share no memory with
+    the recordings. The logits of no images have ``classes`` columns.
     """
 
     def __init__(
