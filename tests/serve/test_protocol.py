@@ -179,11 +179,6 @@ def test_a_wrong_parameter_is_refused(name, value):
     assert len(str(caught.value)) < 400
 
 
-def test_two_names_of_a_stream_must_agree():
-    with pytest.raises(BadRequest, match="'a'"):
-        read(*binary(parameters={"sequence_id": "a"}), stream="b")
-
-
 def test_a_body_that_was_cut_short_is_refused_wherever_it_was_cut():
     body, length = binary()
     for cut in [*range(0, 200, 7), *range(int(length), len(body), 97)]:

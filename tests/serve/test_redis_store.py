@@ -1,34 +1,23 @@
 """What a store in Redis does when the server dies, is full, holds other things, or is not there."""
 
-import contextlib
 import sys
 
 import pytest
 
 import tribe.serve.store.redis as module
-from stores import RedisServer, a_write, need_redis, open_kind, shared_server, write
+from stores import RedisServer, a_write, need_redis, shared_server, write
 from tribe.serve.store import Fenced, StoreDamaged, StoreDown, open_store
 from tribe.serve.store.redis import RedisStore
 
 
 @pytest.fixture
-def opened(tmp_path):
-    return open_kind("redis", tmp_path)
+def kind():
+    return "redis"
 
 
 @pytest.fixture
-def store(opened):
-    with contextlib.closing(opened()) as store:
-        yield store
-
-
-@pytest.fixture
-def written(store):
-    """A store with two states of a stream."""
-    claim = store.claim("cam", "a", 100)
-    write(store, claim, 1)
-    write(store, claim, 2)
-    return store
+def clock():
+    """The server's own."""
 
 
 def blob_keys(store):

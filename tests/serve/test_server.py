@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from http_calls import IMAGES, refused, web
+from http_calls import IMAGES, web
 from torch import nn
 
 import tribe
@@ -119,26 +119,6 @@ def test_two_clients_on_one_stream_are_stepped_one_after_the_other():
         for thread in threads:
             thread.join()
     assert sorted(clocks) == list(range(1, 9))
-
-
-def test_a_stored_state_of_another_method_is_a_conflict_in_words(tmp_path):
-    with serving(data=tmp_path / "data") as server, Client(server.url, "small") as client:
-        client.predict("cam", IMAGES)
-    other = Server(small_network(), "tent", port=0, name="small", shape=(3, 8, 8), data=tmp_path / "data")
-    with other as server, Client(server.url, "small") as client:
-        with pytest.raises(ClientError, match="fit") as caught:
-            client.predict("cam", IMAGES)
-        assert caught.value.status == 409
-        assert client.infer("new", IMAGES).facts["tribe_adapted"] is True
-
-
-def test_images_that_do_not_fit_harm_no_other_stream():
-    with serving() as server, Client(server.url, "small") as client:
-        client.predict("good", IMAGES)
-        answer = web.post(f"{server.url}/v1/streams/bad/predict", content=encode_npy(IMAGES[:, :1]))
-        refused(answer, 400, "(2, 1, 8, 8)")
-        assert client.infer("good", IMAGES).facts["tribe_clock"] == 2
-        assert [each["name"] for each in client.streams()] == ["good"]
 
 
 def test_a_network_that_does_not_fit_its_images_says_so():

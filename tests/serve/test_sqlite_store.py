@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from processes import ended
-from stores import Clock, a_write, write
+from stores import a_write, write
 from tribe.serve.store import StoreDamaged, StoreDown, Write, open_store
 from tribe.serve.store.sqlite import Ledger, SqliteStore
 
@@ -80,23 +80,8 @@ assert store.entry("cam").owner == "a"
 
 
 @pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path, clock):
-    with contextlib.closing(SqliteStore(tmp_path / "store", now=clock)) as store:
-        yield store
-
-
-@pytest.fixture
-def written(store):
-    """A store with two states of a stream."""
-    claim = store.claim("cam", "a", 10)
-    write(store, claim, 1)
-    write(store, claim, 2)
-    return store
+def kind():
+    return "sqlite"
 
 
 def blobs(store):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from http_calls import IMAGES
-from small_server import has_grpc, listening, small_fleet
+from small_server import has_grpc, small_fleet
 
 import tribe
 from tribe.testing import small_network
@@ -96,18 +96,17 @@ def test_http_with_numbers_in_json_and_compressed(server):
 def test_errors_have_words(server, name):
     module, client = client_of(name, server)
     error = module.InferenceServerException
-    with pytest.raises(error, match="'large'"):
-        client.infer("large", [tensor(module)])
-    with pytest.raises(error, match=r"\(B, 3, 8, 8\)"):
-        client.infer("small", [tensor(module, IMAGES[:, :1])])
-    with pytest.raises(error, match="sequence_id"):
-        client.infer("small", [tensor(module)], sequence_id="../x")
-    with pytest.raises(error, match="timeout"):
-        client.infer("small", [tensor(module)], timeout=0)
-    with pytest.raises(error, match="'boxes'"):
-        client.infer("small", [tensor(module)], outputs=[module.InferRequestedOutput("boxes")])
-    with pytest.raises(error, match="'a'"):
-        client.infer("small", [tensor(module)], sequence_id="a", headers={"x-tribe-stream": "b"})
+    wrong = IMAGES[:, :1]
+    for words, options in (
+        ("'large'", {"model_name": "large"}),
+        (r"\(B, 3, 8, 8\)", {"inputs": [tensor(module, wrong)]}),
+        ("sequence_id", {"sequence_id": "../x"}),
+        ("timeout", {"timeout": 0}),
+        ("'boxes'", {"outputs": [module.InferRequestedOutput("boxes")]}),
+        ("'a'", {"sequence_id": "a", "headers": {"x-tribe-stream": "b"}}),
+    ):
+        with pytest.raises(error, match=words):
+            client.infer(**{"model_name": "small", "inputs": [tensor(module)], **options})
     client.close()
 
 
@@ -144,22 +143,6 @@ def test_asyncio_clients(server, name):
 
     for found, logits in zip(asyncio.run(play()), expected(stream, IMAGES, IMAGES), strict=True):
         assert np.array_equal(found, logits)
-
-
-def test_grpc_needs_the_token():
-    from test_security import TOKENS
-
-    pytest.importorskip(GRPC)
-    with listening(tokens=TOKENS, grpc_port=0) as found:
-        module, client = client_of(GRPC, found)
-        with pytest.raises(module.InferenceServerException, match="token"):
-            client.infer("small", [tensor(module)], sequence_id="a-1")
-        headers = {"authorization": "Bearer camera"}
-        result = client.infer("small", [tensor(module)], sequence_id="a-1", headers=headers)
-        assert result.as_numpy("logits").shape == (2, 4)
-        with pytest.raises(module.InferenceServerException, match="'a-'"):
-            client.infer("small", [tensor(module)], sequence_id="b-1", headers=headers)
-        client.close()
 
 
 def test_the_messages_have_the_numbers_and_types_of_the_published_ones():

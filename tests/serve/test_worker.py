@@ -512,8 +512,9 @@ def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
         await worker.infer("cam", batch(0))
 
     async def scenario(worker):
-        with pytest.raises(WrongState, match="tent"):
+        with pytest.raises(WrongState, match="tent") as caught:
             await worker.infer("cam", batch(0))
+        assert caught.value.status == 409
         assert not store.entry("cam").held  # others may have it
         await worker.control("drop", "cam")
         return await worker.infer("cam", batch(0))

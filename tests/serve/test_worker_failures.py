@@ -411,35 +411,24 @@ def test_a_rollback_returns_to_the_request_ids_of_the_snapshot(store):
     assert play(scenario, store, fleet) == ("r1",)
 
 
-def test_a_reset_forgets_all_request_ids(store):
-    async def scenario(worker):
-        await worker.infer("cam", batch(1), request_id="r1")
-        await worker.control("reset", "cam")
-        assert (store.read("cam").clock, store.read("cam").requests) == (0, ())
-        return await worker.infer("cam", batch(1), request_id="r1")
-
-    again = play(scenario, store)
-    assert (again.adapted, again.clock) == (True, 1)
-    assert store.read("cam").requests == ("r1",)
-
-
-def test_a_state_that_is_put_begins_without_request_ids(store):
-    """The file does not say which requests it has learned, so the ids are those that the stream has learned since."""
+@pytest.mark.parametrize("action", ["reset", "put_state"])
+def test_a_state_that_is_replaced_begins_without_request_ids(store, action):
+    """A file does not say which requests it has learned, so the ids are those that the stream has learned since."""
     fleet = new_fleet()
 
     async def scenario(worker):
         await worker.infer("cam", batch(1), request_id="r1")
-        data = await worker.control.get_state("cam")
+        data = {"data": await worker.control.get_state("cam")} if action == "put_state" else {}
         await worker.infer("cam", batch(2), request_id="r2")
-        await worker.control("put_state", "cam", data=data)
-        assert (store.read("cam").clock, store.read("cam").requests) == (1, ())
+        await worker.control(action, "cam", **data)
+        assert (store.read("cam").clock, store.read("cam").requests) == (len(data), ())
         return await worker.infer("cam", batch(2), request_id="r2")
 
-    again = play(scenario, store, fleet)
-    assert (again.adapted, again.clock) == (True, 2)
+    again, before = play(scenario, store, fleet), [batch(1)] if action == "put_state" else []
+    assert (again.adapted, again.clock) == (True, len(before) + 1)
     assert store.read("cam").requests == ("r2",)
     fleet.from_bytes("cam", store.read("cam").blob)
-    assert fleet.digest("cam") == replay(fleet, "cam", [batch(1), batch(2)])
+    assert fleet.digest("cam") == replay(fleet, "cam", [*before, batch(2)])
 
 
 def test_a_stream_that_its_owner_has_deleted_begins_without_request_ids(store):

@@ -164,15 +164,3 @@ def test_a_state_that_cannot_be_stored_is_reported_once_and_is_tried_again(store
     bad.clear()
     asyncio.run(writer.write(session))
     assert not session.changed
-
-
-def test_a_store_that_fails_leaves_all_to_be_stored_later(store):
-    sessions, writer = claimed(store, 3), new_writer(store)
-    store.down = True
-    asyncio.run(writer.round(sessions))
-    assert writer.down
-    assert dirty(sessions) == [1.0, 2.0, 3.0]
-    store.down, writer._paused_until = False, 0.0
-    asyncio.run(writer.round(sessions))
-    assert not writer.down
-    assert dirty(sessions) == [None] * 3

@@ -76,6 +76,10 @@ class SqliteStore(StreamStore):
         self.folder, self._now = Path(folder), now
         self._blobs = Blobs(self.folder / BLOBS)
         self._ledger = Ledger(self.folder / LEDGER, patience, self._blobs.check_empty)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove what killed writers left."""
         with self._ledger.reading() as rows:
             streams = rows.execute("SELECT stream, generation FROM streams")
             generations = {store.stream_hash(stream): generation for stream, generation in streams}
