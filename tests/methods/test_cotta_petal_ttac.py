@@ -203,34 +203,6 @@ def test_the_threshold_follows_from_the_number_of_classes(classes, p_th):
     assert methods.create("petal", classes=classes).p_th == p_th
 
 
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("cotta", {"lr": -1.0}, "lr of cotta is not negative"),
-        ("cotta", {"alpha": 1.5}, "alpha of cotta is between 0 and 1"),
-        ("cotta", {"p": 2.0}, "p of cotta is between 0 and 1"),
-        ("cotta", {"n": 0}, "n of cotta is at least 1"),
-        ("cotta", {"chunk": 0}, "chunk of cotta is at least 1"),
-        ("cotta", {"classes": None}, "give classes="),
-        ("petal", {"delta": -0.1}, "delta of petal is between 0 and 1"),
-        ("petal", {"swag_every": 0}, "swag_every of petal is at least 1"),
-        ("ttac", {"classes": None}, "classes="),
-        ("ttac", {"tau_pp": 1.1}, "tau_pp of ttac is between 0 and 1"),
-        ("ttac", {"n_clus": 0}, "n_clus of ttac is at least 1"),
-        ("ttac", {"statistics": "running"}, "statistics of ttac is 'batch' or 'frozen'"),
-    ],
-)
-def test_fields_are_checked(name, fields, words):
-    with pytest.raises(ValueError, match=words):
-        methods.create(name, **{"classes": 4, **fields})
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_presets_can_be_built(name):
-    for dataset in ("mnist", "cifar10", "cifar100", "imagenet"):
-        assert methods.get(name).preset(dataset).classes in (10, 100, 1000)
-
-
 # -- PETAL ----------------------------------------------------------------------------------------------------------
 
 
@@ -562,19 +534,6 @@ def test_saved_adapters_go_on_where_they_were(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_half_precision_networks_adapt_in_float32(name):
-    net = Backbone(small_network(dtype=torch.bfloat16))
-    method = informed(methods.create(name, classes=CLASSES, lr=1e-3), net)
-    outputs, state = play(method, net, batches(3, dtype=torch.bfloat16))
-    assert all(y.dtype == torch.bfloat16 and y.isfinite().all() for y in outputs)
-    adapted = {n: t for n, t in leaves(state).items() if t.is_floating_point()}
-    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in adapted.values())
-    start = leaves(method.init(net))
-    moved = [n for n in adapted if n.endswith("weights") and not torch.equal(adapted[n], start[n])]
-    assert moved
-
-
-@pytest.mark.parametrize("name", ALL)
 def test_autocast_is_taken(name):
     net = Backbone(small_network())
     method = create(name)
@@ -582,15 +541,3 @@ def test_autocast_is_taken(name):
         outputs, state = play(method, net, batches(2))
     assert all(y.isfinite().all() for y in outputs)
     assert all(t.isfinite().all() for t in leaves(stream(state, 0, 1)).values())
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_networks_without_batchnorm_are_taken(name):
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(144, CLASSES))
-    net = Backbone(model)
-    method = informed(methods.create(name, classes=CLASSES), net)
-    outputs, state = play(method, net, batches(2))
-    assert all(y.isfinite().all() for y in outputs)
-    start = method.init(net)
-    mine, first = (getattr(s, "student", s) for s in (state, start))
-    assert not torch.equal(mine.weights, first.weights)

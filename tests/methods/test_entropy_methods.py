@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from method_runs import DOUBLE, assert_affine, batches, network, play
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
 from tribe.core.augment import Augment
@@ -18,32 +19,7 @@ from tribe.core.state import Affine, digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
 from tribe.methods.sar import adapted_channels
-from tribe.testing import images, informed, small_network
-
-NAMES = ("pl", "lame", "eata", "sar", "roid")
-DOUBLE = torch.float64
-
-
-def network(classes=4, dtype=DOUBLE, sure=1.0):
-    """The contract's network; ``sure`` scales its logits."""
-    model = small_network(classes, dtype=dtype)
-    with torch.no_grad():
-        model[-1].weight.mul_(sure)
-        model[-1].bias.mul_(sure)
-    return Backbone(model)
-
-
-def batches(steps=4, streams=1, batch=7, dtype=DOUBLE):
-    return [images(streams, batch, seed, dtype) for seed in range(steps)]
-
-
-def play(method, net, xs, state=None):
-    state = method.init(net, xs[0].shape[0]) if state is None else state
-    outputs = []
-    for x in xs:
-        y, state = method.step(net, state, x)
-        outputs.append(y)
-    return outputs, state
+from tribe.testing import images, informed
 
 
 def batch_norm_module(net):
@@ -55,11 +31,6 @@ def batch_norm_module(net):
     return module, [m.weight for m in layers], [m.bias for m in layers]
 
 
-def assert_affine(affine, weights, biases, atol=1e-10):
-    torch.testing.assert_close(affine.weight[0], torch.cat([w.detach() for w in weights]), rtol=0, atol=atol)
-    torch.testing.assert_close(affine.bias[0], torch.cat([b.detach() for b in biases]), rtol=0, atol=atol)
-
-
 def entropy(p):
     return -sum(float(v) * math.log(float(v)) for v in p)
 
@@ -67,72 +38,6 @@ def entropy(p):
 def entropies(logits):
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
-
-
-# -- all of them ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_two_classes(name):
-    net = network(classes=2, dtype=torch.float32)
-    method = methods.create(name, classes=2)
-    if method.needs:
-        method = dataclasses.replace(method, knowledge=method.study(net, [(images(1, 8)[0], None)]))
-    outputs, state = play(method, net, batches(5, dtype=torch.float32))
-    assert all(y.shape == (1, 7, 2) and y.isfinite().all() for y in outputs)
-    if method.output == "probabilities":
-        assert all(torch.allclose(y.sum(-1), torch.ones(1, 7)) for y in outputs)
-    assert int(state.info.images) == 35
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", NAMES)
-def test_half_precision_networks_adapt_in_full_precision(name, dtype):
-    net = Backbone(small_network().to(dtype))
-    method = informed(methods.create(name, classes=4), net)
-    outputs, state = play(method, net, batches(3, dtype=dtype))
-    assert all(y.isfinite().all() for y in outputs)
-    if hasattr(state, "affine"):
-        assert state.affine.weight.dtype == torch.float32
-        assert state.affine.weight.isfinite().all()
-
-
-@pytest.mark.parametrize("name", ["pl", "eata", "sar", "roid"])
-def test_networks_without_batch_norm_adapt_too(name):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
-    with torch.no_grad():
-        model[-1].weight.mul_(20)
-    net = Backbone(model.double())
-    method = informed(methods.create(name, classes=4, **({"e_m": 0.0} if name == "sar" else {})), net)
-    _, state = play(method, net, batches(3))
-    assert not torch.equal(state.affine.weight, net.source()[0].weight)
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("pl", {"lr": -1.0}, "not negative"),
-        ("lame", {"neighbours": -1}, "not negative"),
-        ("lame", {"rounds": 0}, "at least 1"),
-        ("eata", {"d": -0.1}, "not negative"),
-        ("eata", {"fisher": "median"}, "fisher of eata is 'mean' or 'sum'; got 'median'"),
-        ("eata", {"classes": None}, "classes="),
-        ("sar", {"momentum": 1.0}, "below 1"),
-        ("sar", {"rho": -1.0}, "not negative"),
-        ("sar", {"frozen_tail": 1.0}, "below 1"),
-        ("sar", {"frozen_tail": "layer4"}, "tuple of names"),
-        ("roid", {"beta": 1.5}, "between 0 and 1"),
-        ("roid", {"tau": 0.0}, "tau of roid is above 0"),
-        ("roid", {"optimizer": "lion"}, "'adam' or 'sgd'"),
-        ("roid", {"prior": "labels"}, "'logits', 'posteriors' or 'none'"),
-        ("roid", {"augment": 3}, "callable"),
-        ("roid", {"classes": None}, "classes="),
-    ],
-)
-def test_fields_that_make_no_sense_are_refused(name, fields, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        methods.create(name, **{"classes": 4, **fields})
 
 
 # -- PL ---------------------------------------------------------------------------------------------------------------

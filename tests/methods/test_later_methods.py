@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import method_runs
 import plain_methods
+from method_runs import DOUBLE, network, play
 from tribe import methods, models
 from tribe.core import memory, rng
 from tribe.core.backbone import Backbone
@@ -15,18 +17,9 @@ from tribe.knowledge import KnowledgeError
 from tribe.methods.deyo import SHUFFLE, shuffled
 from tribe.norms.batch import Training
 from tribe.norms.renorm import Renorm
-from tribe.testing import images, informed, small_network
+from tribe.testing import images, small_network
 
-DOUBLE = torch.float64
-
-
-def network(classes=4, dtype=DOUBLE, sure=1.0):
-    """The contract's network; ``sure`` scales its logits."""
-    model = small_network(classes, dtype=dtype)
-    with torch.no_grad():
-        model[-1].weight.mul_(sure)
-        model[-1].bias.mul_(sure)
-    return Backbone(model)
+batches, assert_affine = partial(method_runs.batches, batch=9), partial(method_runs.assert_affine, atol=1e-6)
 
 
 def even_network(sources, sure=1.0):
@@ -40,10 +33,6 @@ def even_network(sources, sure=1.0):
     return Backbone(model)
 
 
-def batches(steps=4, streams=1, batch=9, dtype=DOUBLE):
-    return [images(streams, batch, seed, dtype) for seed in range(steps)]
-
-
 def varied(steps, batch=9, dtype=DOUBLE, first=0):
     """Batches of one stream whose images differ in brightness and in strength of each colour, so in class."""
 
@@ -53,20 +42,6 @@ def varied(steps, batch=9, dtype=DOUBLE, first=0):
         return x * tint
 
     return [tinted(seed) for seed in range(first, first + steps)]
-
-
-def play(method, net, xs, state=None):
-    state = method.init(net, xs[0].shape[0]) if state is None else state
-    outputs = []
-    for x in xs:
-        y, state = method.step(net, state, x)
-        outputs.append(y)
-    return outputs, state
-
-
-def assert_affine(affine, weights, biases, atol=1e-6):
-    torch.testing.assert_close(affine.weight[0], torch.cat([w.detach() for w in weights]), rtol=0, atol=atol)
-    torch.testing.assert_close(affine.bias[0], torch.cat([b.detach() for b in biases]), rtol=0, atol=atol)
 
 
 # -- DeYO -------------------------------------------------------------------------------------------------------------
@@ -391,50 +366,3 @@ def test_bdn_tells_domains_apart_at_the_published_layer_a_third_of_the_way_or_by
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     with pytest.raises(ValueError, match=r"by the statistics of a BatchNorm layer, and the network has none"):
         methods.create("bdn", classes=4).init(Backbone(model))
-
-
-# -- all of them ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["deyo", "petta", "delta", "sotta", "cmf", "bdn"])
-def test_two_classes_in_half_precision(name):
-    net = Backbone(small_network(2).to(torch.bfloat16))
-    method = informed(methods.create(name, classes=2), net)
-    outputs, state = play(method, net, batches(3, dtype=torch.bfloat16))
-    assert all(y.shape == (1, 9, 2) and y.isfinite().all() for y in outputs)
-    learned = state.stats.mean if name == "bdn" else getattr(state, "student", state).affine.weight
-    assert learned.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("deyo", {"tau_plpd": 1.5}, "tau_plpd of deyo is between -1 and 1"),
-        ("deyo", {"tau_ent": -0.1}, "not negative"),
-        ("deyo", {"patches": 0}, "at least 1"),
-        ("deyo", {"optimizer": "lion"}, "'adam' or 'sgd'"),
-        ("deyo", {"momentum": 1.0}, "below 1"),
-        ("deyo", {"frozen_tail": 1.0}, "below 1"),
-        ("petta", {"alpha_0": 1.5}, "between 0 and 1"),
-        ("petta", {"lambda_0": -1.0}, "not negative"),
-        ("petta", {"loss": "mse"}, "'symmetric' or 'plain'"),
-        ("petta", {"alpha_bn": 2.0}, "alpha is the newest batch's share"),
-        ("petta", {"size": 0}, "how many images the memory holds"),
-        ("petta", {"classes": None}, "classes="),
-        ("sotta", {"c_0": 1.5}, "between 0 and 1"),
-        ("sotta", {"momentum": 1.5}, "momentum is the newest batch's share"),
-        ("sotta", {"every": 0}, "at least 1"),
-        ("sotta", {"frozen_tail": "layer4"}, "tuple of names"),
-        ("cmf", {"gamma": 1.5}, "between 0 and 1"),
-        ("cmf", {"q": -0.1}, "q of cmf is not negative"),
-        ("bdn", {"eta": 2.0}, "eta lies in"),
-        ("bdn", {"domains": 1}, "at least 2"),
-        ("bdn", {"classes": None}, "classes="),
-        ("delta", {"alpha": 1.5}, "alpha is the past's share"),
-        ("delta", {"lambda_": -0.1}, "between 0 and 1"),
-        ("delta", {"loss": "focal"}, "'weighted entropy', 'entropy' or 'pseudo labels'"),
-    ],
-)
-def test_fields_that_make_no_sense_are_refused(name, fields, words):
-    with pytest.raises((ValueError, TypeError), match=words):
-        methods.create(name, **{"classes": 4, **fields})

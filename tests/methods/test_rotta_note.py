@@ -9,7 +9,7 @@ from torch import Tensor
 
 import reference
 import tribe
-from tribe import methods, norms
+from tribe import norms
 from tribe.core.backbone import Backbone
 from tribe.core.memory import add_reservoir
 from tribe.core.memory import images as pictures
@@ -293,17 +293,6 @@ def test_note_draws_depend_on_the_seed_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("make", [rotta, note])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_images_are_remembered_in_the_precision_of_the_network(make: Any, dtype: torch.dtype) -> None:
-    net = network(dtype)
-    method = make()
-    _, state = play(method, net, shots(25).to(dtype), 5)
-    assert state.memory.image.dtype == dtype
-    assert int(state.adam.steps) > 1
-    assert all(bool(t.isfinite().all()) for t in leaves(state).values())
-
-
-@pytest.mark.parametrize("make", [rotta, note])
 def test_a_stream_whose_images_change_their_shape_goes_on(make: Any) -> None:
     """Catches a memory that reads images of one shape as another."""
     net, method = network(), make()
@@ -326,42 +315,6 @@ def test_images_without_room_are_refused_and_nothing_is_lost(name: str) -> None:
         adapter(torch.rand(4, 3, 9, 9))
     assert adapter.digest() == before
     adapter(torch.rand(4, 3, 8, 8))
-
-
-@pytest.mark.parametrize("name", ["rotta", "note"])
-@pytest.mark.parametrize("dataset", ["mnist", "cifar10", "cifar100", "imagenet"])
-def test_presets_have_room_for_the_images_of_their_data_set(name: str, dataset: str) -> None:
-    sizes = {"mnist": 28 * 28, "cifar10": 3 * 32 * 32, "cifar100": 3 * 32 * 32, "imagenet": 3 * 224 * 224}
-    method: Any = methods.get(name).preset(dataset)
-    assert method.room >= sizes[dataset]
-    assert method.lr == {"rotta": 1e-3, "note": 1e-4}[name]
-    assert method.size == 64
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "words"),
-    [
-        ("rotta", {"classes": None}, "needs the number of classes: classes="),
-        ("rotta", {"classes": 1}, "classes is the number of classes, at least 2; got 1"),
-        ("rotta", {"alpha": 1.5}, "alpha is the newest batch's share .* got 1.5"),
-        ("rotta", {"nu": -0.1}, "nu of rotta is between 0 and 1; got -0.1"),
-        ("rotta", {"nu": float("nan")}, "nu of rotta is a finite number; got nan"),
-        ("rotta", {"lr": -1.0}, "lr of rotta is not negative; got -1.0"),
-        ("rotta", {"size": 0}, "size is how many images the memory holds.* got 0"),
-        ("rotta", {"every": 0}, "every of rotta is at least 1; got 0"),
-        ("rotta", {"room": 2.5}, "room of rotta is a whole number; got 2.5"),
-        ("note", {"classes": None}, "needs the number of classes: classes="),
-        ("note", {"size": 0}, "size is how many images the memory holds.* got 0"),
-        ("note", {"every": 0}, "every of note is at least 1; got 0"),
-        ("note", {"every": 2.5}, "every of note is a whole number; got 2.5"),
-        ("note", {"k": -1.0}, "k is the standard errors .* got -1.0"),
-        ("note", {"m": 2.0}, "share of the statistics, 0 to 1; got 2.0"),
-        ("note", {"lr": float("nan")}, "lr of note is a finite number; got nan"),
-    ],
-)
-def test_bad_configurations_are_refused_in_words(name: str, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        methods.create(name, **{"classes": CLASSES, **fields})
 
 
 def test_an_augmentation_that_is_none_is_refused() -> None:

@@ -1,0 +1,93 @@
+"""All methods at their edges: settings that are refused, presets, other precisions, networks without BatchNorm."""
+
+import pytest
+import torch
+from torch import nn
+
+from method_runs import batches, play
+from tribe import methods
+from tribe.core.backbone import Backbone
+from tribe.core.memory import Reservoir, Timely
+from tribe.core.state import leaves
+from tribe.testing import informed, small_network
+
+WITH_OWN_WEIGHTS = ("cotta", "petal", "ttac")
+ENTROPY = ("pl", "eata", "sar", "roid", "deyo", "delta", "cmf")
+REFUSED = {  # each value alone; the message names the field
+    "pl": {"lr": [-1.0]},
+    "lame": {"neighbours": [-1], "rounds": [0]},
+    "eata": {"d": [-0.1], "fisher": ["median"]},
+    "sar": {"momentum": [1.0], "rho": [-1.0], "frozen_tail": [1.0, "layer4"]},
+    "roid": {"beta": [1.5], "tau": [0.0], "optimizer": ["lion"], "prior": ["labels"], "augment": [3]},
+    "cmf": {"gamma": [1.5], "q": [-0.1]},
+    "delta": {"alpha": [1.5], "lambda_": [-0.1], "loss": ["focal"]},
+    "deyo": {"tau_plpd": [1.5], "tau_ent": [-0.1], "patches": [0], "momentum": [1.0], "frozen_tail": [1.0]},
+    "cotta": {"lr": [-1.0], "alpha": [1.5], "p": [2.0], "n": [0], "chunk": [0]},
+    "petal": {"delta": [-0.1], "swag_every": [0]},
+    "ttac": {"tau_pp": [1.1], "n_clus": [0], "statistics": ["running"]},
+    "rotta": {"alpha": [1.5], "nu": [-0.1, float("nan")], "size": [0], "every": [0], "room": [2.5], "classes": [1]},
+    "note": {"size": [0], "every": [0, 2.5], "k": [-1.0], "m": [2.0], "lr": [float("nan")]},
+    "sotta": {"c_0": [1.5], "momentum": [1.5], "every": [0], "frozen_tail": ["layer4"]},
+    "petta": {"alpha_0": [1.5], "lambda_0": [-1.0], "loss": ["mse"], "alpha_bn": [2.0], "size": [0]},
+    "bdn": {"eta": [2.0], "domains": [1]},
+}
+EACH = [(name, field, value) for name, fields in REFUSED.items() for field in fields for value in fields[field]]
+NEED_CLASSES = ("eata", "roid", "cmf", "delta", "cotta", "petal", "ttac", "rotta", "note", "sotta", "petta", "bdn")
+
+
+@pytest.mark.parametrize(("name", "field", "value"), EACH)
+def test_a_setting_that_makes_no_sense_is_refused_by_its_name(name, field, value):
+    word = {"alpha_bn": "alpha", "m": "momentum"}.get(field, field)  # the norm rule that has the field refuses it
+    with pytest.raises((ValueError, TypeError), match=rf"\b{word}\b"):
+        methods.create(name, **{"classes": 4, field: value})
+
+
+@pytest.mark.parametrize("name", NEED_CLASSES)
+def test_the_number_of_classes_is_asked_for(name):
+    with pytest.raises(ValueError, match="classes="):
+        methods.create(name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_presets_can_be_built_and_have_room_for_their_images(name):
+    values = {"mnist": 28 * 28, "cifar10": 3 * 32 * 32, "cifar100": 3 * 32 * 32, "imagenet": 3 * 224 * 224}
+    for dataset, size in values.items():
+        method = methods.get(name).preset(dataset)
+        assert method.classes in (10, 100, 1000)
+        assert getattr(method, "room", size) >= size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_two_classes_and_half_precision(name, dtype):
+    """Images in memory have the network's precision; all else that a method keeps, at least float32."""
+    classes = 4 if name == "petal" else 2  # PETAL studies the labels of `informed`, which are of 4 classes
+    net = Backbone(small_network(classes).to(dtype))
+    method = informed(methods.create(name, classes=classes), net)
+    outputs, state = play(method, net, batches(5, batch=8, dtype=dtype))
+    assert all(y.shape == (1, 8, classes) and y.isfinite().all() for y in outputs)
+    if method.output == "probabilities":
+        assert all(torch.allclose(y.sum(-1).float(), torch.ones(1, 8), atol=1e-2) for y in outputs)
+    assert int(state.info.images) == 40
+    kept = {n: t for n, t in leaves(state).items() if t.is_floating_point() and not n.endswith("image")}
+    assert all(t.dtype == torch.float32 and t.isfinite().all() for t in kept.values())
+    assert all(memory.image.dtype == dtype for memory in state if isinstance(memory, Timely | Reservoir))
+    if name in WITH_OWN_WEIGHTS and dtype == torch.bfloat16:
+        start = leaves(method.init(net))
+        assert any(not torch.equal(t, start[n]) for n, t in kept.items() if n.endswith("weights"))
+
+
+@pytest.mark.parametrize("name", [*ENTROPY, *WITH_OWN_WEIGHTS])
+def test_networks_without_batch_norm_adapt_too(name):
+    torch.manual_seed(0)
+    convolution, classifier = nn.Conv2d(3, 4, 3), nn.Linear(144, 4)
+    with torch.no_grad():
+        classifier.weight.mul_(20)
+    net = Backbone(nn.Sequential(convolution, nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), classifier).double())
+    fields = {"sar": {"e_m": 0.0, "frozen_tail": 0.0}, "deyo": {"frozen_tail": 0.0, "tau_plpd": -1.0}}.get(name, {})
+    method = informed(methods.create(name, classes=4, **fields), net)
+    outputs, state = play(method, net, batches(3))
+    assert all(y.isfinite().all() for y in outputs)
+    end, start = (leaves(getattr(s, "student", s)) for s in (state, method.init(net)))
+    place = "weights" if name in WITH_OWN_WEIGHTS else "affine.weight"
+    assert not torch.equal(end[place], start[place])
