@@ -38,6 +38,7 @@ def test_the_layouts_hold_every_registered_data_set(name, root):
 @pytest.mark.parametrize("severity", [1, 3, 5])
 def test_a_severity_is_its_block_of_the_file(root, severity):
     data = made("cifar10-c", root, severities=(severity,))
+    check_dataset(data)
     first = data.images(f"fog@{severity}", torch.arange(PER))[:, 0, 0, 0] * 255
     assert first.round().tolist() == list(range(PER * (severity - 1), PER * severity))
 
@@ -107,13 +108,6 @@ def test_clean_files_that_are_cut_short_or_missing_are_named(name, root):
         made(name, root, split="val")
 
 
-def test_an_idx_file_of_another_kind_is_refused(root):
-    path = root / "mnist/t10k-labels-idx1-ubyte"
-    path.write_bytes(np.array([0x803, PER], ">u4").tobytes() + bytes(PER))
-    with pytest.raises(ValueError, match="not an idx file of bytes with 1 axes"):
-        made("mnist", root).labels()
-
-
 @pytest.fixture
 def python_version(root, monkeypatch):
     """The python versions beside the binary ones, as if these were the published files."""
@@ -153,17 +147,29 @@ def test_a_pickle_that_is_not_the_published_one_is_not_opened(root):
     assert not (root / "trace").exists()
 
 
-def test_an_idx_file_of_another_size_is_refused(root, monkeypatch):
+HUGE = np.array([0x803, 2**31, 2**31, 2**31], ">u4").tobytes()
+IDX = {  # how the file is damaged, its suffix, a word of the message
+    "too long": (lambda whole: whole + b"x", "", "values"),
+    "cut in the header": (lambda whole: whole[:15], "", "not an idx file"),
+    "a size beyond the file": (lambda whole: HUGE, "", "values"),
+    "labels": (lambda whole: np.array([0x801, PER], ">u4").tobytes() + bytes(PER), "", "not an idx file"),
+    "empty": (lambda whole: b"", "", "not an idx file"),
+    "gzip that unpacks to much": (lambda whole: gzip.compress(whole + bytes(2**24)), ".gz", "values"),
+    "gzip cut short": (lambda whole: gzip.compress(whole)[:-30], ".gz", "cut short"),
+    "no gzip": (lambda whole: b"hello", ".gz", "cannot be unpacked"),
+    "empty gzip": (lambda whole: gzip.compress(b""), ".gz", "not an idx"),
+}
+
+
+@pytest.mark.parametrize("case", IDX)
+def test_bad_idx_files_are_refused(case, root, monkeypatch):
+    monkeypatch.setattr(clean, "LARGEST_IDX", 2**20)
+    damage, suffix, words = IDX[case]
     path = root / "mnist/t10k-images-idx3-ubyte"
     whole = path.read_bytes()
-    for content in (whole + b"x", whole[:15], np.array([0x803, 2**31, 2**31, 2**31], ">u4").tobytes()):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=path.name):
-            made("mnist", root).labels()
     path.unlink()
-    monkeypatch.setattr(clean, "LARGEST_IDX", 2**20)
-    path.with_suffix(".gz").write_bytes(gzip.compress(whole + bytes(2**24)))
-    with pytest.raises(ValueError, match=path.name):
+    path.with_suffix(suffix).write_bytes(damage(whole))
+    with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
         made("mnist", root).labels()
 
 
@@ -175,16 +181,6 @@ def test_mnist_is_read_gzipped_as_published(root):
     zipped = made("mnist", root)
     assert torch.equal(zipped.labels(), plain.labels())
     assert torch.equal(zipped.images("clean", everything), images)
-    path = root / "mnist/t10k-images-idx3-ubyte.gz"
-    whole = path.read_bytes()
-    for damaged, words in (
-        (whole[:-30], "cut short"),
-        (b"hello", "cannot be unpacked"),
-        (gzip.compress(b""), "not an idx"),
-    ):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=f"{path.name}.*{words}"):
-            made("mnist", root).labels()
 
 
 def test_the_mnist_test_images_come_with_the_package(tmp_path):
@@ -200,10 +196,9 @@ def test_labels_out_of_range_and_empty_files_are_refused(root):
     path.write_bytes(bytes([10]) + path.read_bytes()[1:])
     with pytest.raises(ValueError, match="to 10; expected 0 to 9"):
         made("cifar10", root).labels()
-    for name in CLEAN:
-        (root / CLEAN_FILES[name]).write_bytes(b"")
-        with pytest.raises(ValueError, match=r"cut short|not an idx file"):
-            made(name, root).labels()
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="cut short"):
+        made("cifar10", root).labels()
 
 
 TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
@@ -247,11 +242,6 @@ def test_the_command_that_missing_data_suggests_places_it(name, root, tmp_path_f
     check_dataset(made(name, empty, **fields))
 
 
-@pytest.mark.parametrize("severities", [(1, 5), (3,)])
-def test_no_image_of_the_next_severity_is_read(root, severities):
-    check_dataset(made("cifar10-c", root, severities=severities))
-
-
 def test_the_root_is_given_or_of_the_environment_or_the_cache(monkeypatch, tmp_path):
     assert data_root("/a/b").as_posix() == "/a/b"
     monkeypatch.setenv("TRIBE_DATA", str(tmp_path))
@@ -267,27 +257,15 @@ def _cut(path):
 
 FOG, LABELS = "CIFAR-10-C/fog.npy", "CIFAR-10-C/labels.npy"
 BAD = {
-    "no folder": (
-        lambda r: (r / "CIFAR-10-C").rename(r / "gone"),
-        MissingData,
-        "CIFAR-10-C not found: looked for .*data=",
-    ),
+    "no folder": (lambda r: (r / "CIFAR-10-C").rename(r / "gone"), MissingData, "CIFAR-10-C not found: .*data="),
     "no labels": (lambda r: (r / LABELS).unlink(), MissingData, "the labels not found"),
     "no such corruption": (lambda r: (r / FOG).unlink(), MissingData, "corruption 'fog' not found"),
     "truncated": (lambda r: _cut(r / FOG), ValueError, "fog.npy cannot be read as an array"),
     "no array": (lambda r: (r / FOG).write_text("fog"), ValueError, "fog.npy cannot be read as an array"),
-    "wrong shape": (
-        lambda r: np.save(r / FOG, np.zeros((5 * PER, 32, 32), np.uint8)),
-        ValueError,
-        "expected uint8 .100, 32",
-    ),
+    "wrong shape": (lambda r: np.save(r / FOG, np.zeros((5 * PER, 32, 32), np.uint8)), ValueError, "uint8 .100, 32"),
     "wrong length": (lambda r: np.save(r / FOG, np.zeros((7, 32, 32, 3), np.uint8)), ValueError, "expected uint8"),
     "wrong type": (lambda r: np.save(r / FOG, np.zeros((5 * PER, 32, 32, 3))), ValueError, "holds float64"),
-    "labels out of range": (
-        lambda r: np.save(r / LABELS, np.full(5 * PER, 10)),
-        ValueError,
-        "10 to 10; expected 0 to 9",
-    ),
+    "labels out of range": (lambda r: np.save(r / LABELS, np.full(5 * PER, 10)), ValueError, "10; expected 0 to 9"),
     "labels that are no integers": (lambda r: np.save(r / LABELS, np.zeros(5 * PER)), ValueError, "expected integers"),
     "labels that are no five blocks": (lambda r: np.save(r / LABELS, np.zeros(7, int)), ValueError, "5 blocks"),
     "truncated labels": (lambda r: _cut(r / LABELS), ValueError, "labels.npy cannot be read"),

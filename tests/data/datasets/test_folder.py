@@ -57,14 +57,6 @@ def cut(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-def test_names_of_classes_are_text(camera):
-    for names in ((9, 8), 9, "cat", ("cat", 1)):
-        with pytest.raises(
-            ValueError, match="class_names are different names of folders, each a text such as '0'; got"
-        ):
-            folder(camera, class_names=names)
-
-
 # -- one picture ---------------------------------------------------------------------------------------------------
 
 
@@ -180,8 +172,6 @@ def test_classes_may_be_given(camera):
     assert data.labels("day").tolist() == [2] * 4 + [0] * 4
     with pytest.raises(ValueError, match=r"class folder 'dog' that class_names lacks: .*Known: cat, dgo"):
         folder(camera, class_names=("cat", "dgo")).labels("day")
-    with pytest.raises(ValueError, match="class_names are different names"):
-        folder(camera, class_names=("cat", "cat"))
 
 
 def test_a_class_that_a_domain_lacks_keeps_the_numbers(camera):
@@ -217,10 +207,7 @@ LAYOUTS = {
     "no root": (shutil.rmtree, "no folder"),
     "nothing": (lambda r: [shutil.rmtree(p) for p in r.iterdir()], "holds no folders"),
     "pictures in the root": (lambda r: picture(draw, 4, 4).save(r / "a.png"), "itself holds images, such as a.png"),
-    "pictures beside classes": (
-        lambda r: picture(draw, 4, 4).save(r / "day/a.png"),
-        "such as a.png, beside class folders, such as cat",
-    ),
+    "pictures beside classes": (lambda r: picture(draw, 4, 4).save(r / "day/a.png"), "a.png, beside class folders"),
     "an empty domain": (lambda r: (r / "dusk").mkdir(), "dusk holds no images; remove it"),
     "empty classes": (lambda r: (r / "dusk/cat").mkdir(parents=True), "dusk holds no images"),
     "too deep": (lambda r: (r / "day/cat/more").mkdir(), "cat is a class folder, but holds a folder, more"),
@@ -241,6 +228,10 @@ def test_layouts_that_make_no_sense_are_refused(case, camera):
         ({"size": 0}, "size is a number of pixels"),
         ({"unreadable": "ignore"}, "unreadable is 'raise' or 'skip'; got 'ignore'"),
         ({"workers": 0}, "workers is a number of threads"),
+        *(
+            ({"class_names": names}, "class_names are different")
+            for names in ((9, 8), 9, "cat", ("cat", 1), ("a", "a"))
+        ),
     ],
 )
 def test_bad_fields(camera, fields, words):
@@ -391,49 +382,37 @@ def test_ids_select_and_order_and_classes_keep_their_numbers(imagenet, bare):
 
 
 FIRST = f"{WNIDS[0]}/ILSVRC2012_val_00000000.JPEG"
-IDS = {
-    "a missing image": ([FIRST, "n01440764/ILSVRC2012_val_99999999.JPEG"], "99999999.JPEG' is 0 images in .*fog/5"),
-    "an image twice": ([FIRST, FIRST], "listed twice"),
-    "an image by both names": ([FIRST, FIRST.partition("/")[2]], "listed twice"),
-    "nothing": ([""], "lists no images"),
+IDS = {  # the content of the list, and a word of the message
+    "a missing image": (f"{FIRST}\nn01440764/ILSVRC2012_val_99999999.JPEG", "99999999.JPEG' is 0 images in .*fog/5"),
+    "an image twice": (f"{FIRST}\n{FIRST}", "listed twice"),
+    "an image by both names": (f"{FIRST}\n{FIRST.partition('/')[2]}", "listed twice"),
+    "a bare name of two images": ("twice.JPEG", "is 2 images in"),
+    "nothing": ("", "lists no images"),
+    "no text": (b"\xff\xfe\x00", "is not a text file"),
 }
 
 
 @pytest.mark.parametrize("case", IDS)
 def test_bad_ids(imagenet, case):
-    lines, words = IDS[case]
-    (imagenet / "ids.txt").write_text("\n".join(lines))
+    content, words = IDS[case]
+    for wnid in WNIDS[:2]:
+        shutil.copy(imagenet / "ImageNet-C/fog/5" / FIRST, imagenet / "ImageNet-C/fog/5" / wnid / "twice.JPEG")
+    (imagenet / "ids.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=words):
         made("imagenet-c", imagenet, ids=str(imagenet / "ids.txt")).labels("fog@5")
 
 
-def test_a_bare_name_of_two_images_is_refused(imagenet):
-    fog = imagenet / "ImageNet-C/fog/5"
-    shutil.copy(fog / FIRST, fog / WNIDS[1] / FIRST.partition("/")[2])
-    (imagenet / "ids.txt").write_text(FIRST.partition("/")[2])
-    with pytest.raises(ValueError, match="is 2 images in"):
-        made("imagenet-c", imagenet, ids=str(imagenet / "ids.txt")).labels("fog@5")
-
-
-FOG = "ImageNet-C/fog/5"
+FOG, SHOT = "ImageNet-C/fog/5", "ImageNet-C/noise/shot_noise/5"
 BAD = {
-    "no severity": (
-        lambda r: (r / FOG).rename(r / "gone"),
-        MissingData,
-        r"fog@5 not found: .*fog/5 or .*weather/fog/5",
-    ),
+    "no severity": (lambda r: (r / FOG).rename(r / "gone"), MissingData, "fog@5 not found: .*fog/5 or .*weather/fog/5"),
     "no corruption": (lambda r: shutil.rmtree(r / "ImageNet-C/fog"), MissingData, r"files/weather\.tar"),
     "another size": (
         lambda r: picture(draw, 200, 224).save(r / FOG / FIRST),
         ValueError,
-        r"00000000.JPEG is 224x200 pixels; expected 224x224",
+        "224x200 .*; expected 224x224",
     ),
     "cut short": (lambda r: cut(r / FOG / FIRST), ImageFileError, "00000000.JPEG cannot be read as an image"),
-    "a class too few": (
-        lambda r: shutil.rmtree(r / "ImageNet-C/noise/shot_noise/5" / WNIDS[1]),
-        ValueError,
-        f"other classes than .*'{WNIDS[1]}' is in only one of them",
-    ),
+    "a class too few": (lambda r: shutil.rmtree(r / SHOT / WNIDS[1]), ValueError, f"'{WNIDS[1]}' is in only one"),
     "no pictures": (lambda r: [path.unlink() for path in (r / FOG).rglob("*.JPEG")], MissingData, "holds no images"),
 }
 
@@ -456,14 +435,6 @@ def test_bad_requests_of_imagenet_c(imagenet):
         made("imagenet-c", imagenet, ids="nowhere.txt").labels("fog@5")
     with pytest.raises(MissingData, match="own_blur@5 not found"):
         made("imagenet-c", imagenet, corruptions=("own_blur",)).labels("own_blur@5")
-
-
-def test_imagenet_c_can_skip_too(imagenet):
-    cut(imagenet / FOG / FIRST)
-    data = made("imagenet-c", imagenet, corruptions=("fog",), unreadable="skip")
-    with pytest.warns(UserWarning, match=f"skipped: .*{FIRST} cannot be read"):
-        batches = list(Stream(data, scenarios.create("replay"), batch=9))
-    assert batches[0].valid.tolist() == [[False] + [True] * 8]
 
 
 # -- reading ahead -------------------------------------------------------------------------------------------------
@@ -577,9 +548,3 @@ def test_batches_are_pinned_for_the_gpu(unlabelled):
     (there,) = run(Backbone(small_network()).to("cuda"), method, stream)
     (here,) = run(Backbone(small_network()), method, stream)
     assert torch.allclose(there.confidence, here.confidence, atol=1e-3)
-
-
-def test_a_list_of_ids_that_is_not_text_is_named(imagenet):
-    (imagenet / "ids.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match=r"ids\.txt is not a text file"):
-        made("imagenet-c", imagenet, ids=str(imagenet / "ids.txt")).labels("fog@5")
