@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from reproduction.beyond import MARK
+from reproduction.keep import stale
 from reproduction.plan import Finished, Plan, Planned, stream_of
 from reproduction.tables import Cell, Value
 from tribe.data import scenarios
@@ -13,7 +14,6 @@ from tribe.data.scenarios.sampling import LongTail, Natural, Shuffled
 from tribe.experiments import statistics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import same_for_all_seeds
-from tribe.experiments.store import stale
 
 READING = "‡"  # of rows that the paper leaves open
 

@@ -3,6 +3,7 @@
 Text between ``<!-- begin NAME -->`` and ``<!-- end -->`` is generated; the rest of the page is written by hand.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
@@ -16,6 +17,7 @@ from reproduction.plan import Choices, Finished, read, search
 from reproduction.render import CLAIMS_HEAD, CSV_HEAD, claim_cells, csv_lines, csv_rows, markdown_table, number
 from reproduction.tables import Table
 from tribe.data import datasets
+from tribe.experiments.store import Result
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import write_atomically
 
@@ -152,9 +154,16 @@ def _runs(series: Mapping[str, Sequence[Finished]]) -> str:
     for settings, results in series.items():
         runs = [found.result for found in results]
         images = sum(scores["images"] for run in runs for scores in run.metrics.values())
-        hours = sum(run.seconds() for run in runs) / 3600
+        hours = sum(_seconds(run) for run in runs) / 3600
         machines = sorted({str(run.environment.get("machine", {}).get("device", "")) for run in runs})
         seeds = sorted({seed for run in runs for seed in run.streams})
         rows.append([settings, " and ".join(machines), ", ".join(map(str, seeds)), str(len(runs))])
         rows[-1] += [f"{images:,}", f"{hours:.2f}"]
     return markdown_table(["settings", "machine", "seeds", "experiments", "images", "hours"], rows)
+
+
+def _seconds(result: Result) -> float:
+    """Return the time that all streams took."""
+    images = [stream.metrics["images"] for stream in result.streams.values()]
+    pairs = zip(images, result.values("seconds_per_image"), strict=True)
+    return math.fsum(float(count * each) for count, each in pairs if math.isfinite(each))

@@ -4,10 +4,19 @@ from collections import defaultdict
 from os import PathLike
 from pathlib import Path
 
-from tribe.experiments.store import Result, ResultStore, encode, locked, pack_name, stale
+from tribe.experiments.store import Result, ResultStore, changed, encode, locked, pack_name
 from tribe.io.files import write_atomically
 
 PRIVATE = ("command",)  # entries of an environment that are left out: they hold paths of a machine
+
+
+def stale(result: Result) -> list[str]:
+    """Return the components whose file has changed since the result was computed: "method", "scenario" and so on.
+
+    A result that does not name the digest of a file is not stale.
+    """
+    codes = (stream.environment.get("code") or {} for stream in result.streams.values())
+    return list(dict.fromkeys(role for code in codes for role in changed(result.experiment, code)))
 
 
 def keep(root: str | PathLike[str], target: str | PathLike[str]) -> None:

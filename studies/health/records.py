@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tribe.fields import document
-
 
 class Signals(NamedTuple):
     """The signals of N images of one stream, in order. No label is among them.
@@ -13,26 +11,12 @@ class Signals(NamedTuple):
     A method reports shares for a whole batch; here every image of the batch carries them.
     """
 
-    prediction: Tensor
-    confidence: Tensor
-    tempered: Tensor
-    batch: Tensor
-    student: Tensor | None = None
-    anchor: Tensor | None = None
-    source: Tensor | None = None
-    dropout: Tensor | None = None
-    spread: Tensor | None = None
-
-
-document(
-    Signals,
-    prediction="(N,) int64, the predicted class.",
-    confidence="(N,), the probability of the predicted class.",
-    tempered="(N,), the same after the temperature of the calibration.",
-    batch="(N,) int64, the number of the batch that an image came in; batches are numbered in order.",
-    student="(N,), share of the batch that teacher and student put in the same class; None: the method has none.",
-    anchor="(N,), the same of teacher and anchor.",
-    source="(N,), whether the source network predicts the same class; it takes one more pass.",
-    dropout="(N,), share of passes with dropout whose class differs from the prediction; it takes those passes.",
-    spread="(N,), entropy in nats of the batch's mean prediction over the passes with dropout.",
-)
+    prediction: Tensor  # (N,) int64, the predicted class
+    confidence: Tensor  # (N,), the probability of the predicted class
+    tempered: Tensor  # (N,), the same after the temperature of the calibration
+    batch: Tensor  # (N,) int64, the number of the batch that an image came in; batches are numbered in order
+    student: Tensor | None = None  # (N,), share of the batch on which teacher and student agree; None: there are none
+    anchor: Tensor | None = None  # (N,), the same of teacher and anchor
+    source: Tensor | None = None  # (N,), whether the source network predicts the same class; it takes one more pass
+    dropout: Tensor | None = None  # (N,), share of passes with dropout that disagree; it takes those passes
+    spread: Tensor | None = None  # (N,), entropy in nats of the batch's mean prediction over the passes with dropout

@@ -12,12 +12,12 @@ import torch
 import tribe
 from places import TESTS
 from processes import Process, ended
-from reproduction.keep import keep
+from reproduction.keep import keep, stale
 from tribe import metrics
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result, ResultStore, StreamResult, find, finished, stale
+from tribe.experiments.store import Result, ResultStore, StreamResult, find, finished
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
 
@@ -93,7 +93,6 @@ def test_the_layout(result):
     assert result.error() == pytest.approx(sum(result.values("instance_error")) / 2)
     assert result.environment["machine"]["torch"] == torch.__version__
     assert result.environment["code"].keys() == {"dataset", "model", "scenario", "method"}
-    assert result.seconds() > 0
 
 
 def test_what_is_there_is_not_computed_again(result):

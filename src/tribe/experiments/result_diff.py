@@ -176,7 +176,7 @@ def _verdict(a: Side, b: Side, seeds: Sequence[Any]) -> Paired | Duel | None:
     if len(labelled) > 1 and not same_for_all_seeds(a.spec.get("scenario")):
         return paired(*([100 * error for error in column] for column in zip(*labelled.values(), strict=True)))
     both = [seed for seed in labelled if seed in a.records and seed in b.records][:1]
-    return duel(*([side.records[seed] for seed in both] for side in (a, b))) if both else None
+    return duel([a.records[seed] for seed in both], [b.records[seed] for seed in both]) if both else None
 
 
 def _refuse_different_data(a: Side, b: Side) -> None:

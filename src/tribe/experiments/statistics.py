@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from tribe.experiments.metrics import scored, wrong
 from tribe.experiments.record import Record
 
-DRAWS = 2000
+DRAWS = 2000  # streams
+LEVEL = 0.95  # of intervals
 SURE = 0.05  # a smaller p is called a difference
 BLOCK_TIMES = 5  # a block of one correlation time would miss half of the variance of its sums, five miss a tenth
 LEAST_BLOCKS = 8  # fewer blocks show no spread
@@ -133,7 +134,6 @@ class Duel(NamedTuple):
     low: float  # of the interval
     high: float
     p: float
-    level: float  # of the interval
     block: int  # consecutive images that are drawn together
 
     def __str__(self) -> str:
@@ -144,18 +144,14 @@ class Duel(NamedTuple):
         gap, low, high = (100 * abs(x) for x in (self.difference, *sorted((self.low, self.high), key=abs)))
         if self.p >= SURE or self.low <= 0 <= self.high:
             return f"{gap:.2f} points {word} on this stream, not sure: {around}"
-        sure = f"{100 * self.level:g} %: {low:.2f} to {high:.2f}, two-sided p {_p_text(self.p)}"
+        sure = f"{100 * LEVEL:g} %: {low:.2f} to {high:.2f}, two-sided p {_p_text(self.p)}"
         return f"{gap:.2f} points {word} on this stream ({sure}, blocks of {self.block} images)"
 
 
 def duel(
     a: Sequence[Record],
     b: Sequence[Record],
-    *,
     block: int | None = None,
-    draws: int = DRAWS,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> Duel:
     """Return the difference between the instance errors of A and B on the same streams, with its uncertainty.
 
@@ -163,27 +159,22 @@ def duel(
         a: records of A, one for each seed.
         b: records of B on the same streams, in the same order.
         block: consecutive images drawn together; None: as many as the correlation of the differences asks for.
-        draws: how many streams are drawn.
-        level: of the interval.
-        seed: of the draws.
     """
     if not a or len(a) != len(b):
         raise ValueError(f"a duel needs as many records of A as of B, at least one; got {len(a)} and {len(b)}")
-    if not 0 < level < 1 or draws < 1:
-        raise ValueError(f"level lies between 0 and 1 and draws is at least 1; got {level} and {draws}")
     gaps = [_gap(x, y) for x, y in zip(a, b, strict=True)]
     images = min(len(gap) for gap in gaps)
     block = block_length(gaps) if block is None else block
     if not 1 <= block <= images:
         raise ValueError(f"block is a number of images, from 1 to {images}; got {block}")
     total = sum(len(gap) for gap in gaps)
-    rng = np.random.default_rng(seed)
-    drawn = np.sum([_block_sums(gap, block, draws, rng) for gap in gaps], axis=0) / total
+    rng = np.random.default_rng(0)  # the same streams for the same records
+    drawn = np.sum([_block_sums(gap, block, DRAWS, rng) for gap in gaps], axis=0) / total
     observed = float(sum(gap.sum() for gap in gaps)) / total
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     other_side = drawn * np.sign(observed) <= 0  # everywhere without a difference
-    p = min(1.0, 2 * (1 + int(other_side.sum())) / (1 + draws))
-    return Duel(observed, float(low), float(high), p, level, block)
+    p = min(1.0, 2 * (1 + int(other_side.sum())) / (1 + DRAWS))
+    return Duel(observed, float(low), float(high), p, block)
 
 
 def block_length(gaps: Sequence[NDArray[np.float64]]) -> int:

@@ -129,12 +129,6 @@ class Result:
         values = self.values("instance_error")
         return sum(values) / len(values)
 
-    def seconds(self) -> float:
-        """Return the time that all streams took."""
-        images = [stream.metrics["images"] for stream in self.streams.values()]
-        pairs = zip(images, self.values("seconds_per_image"), strict=True)
-        return math.fsum(count * each for count, each in pairs if math.isfinite(each))
-
     def _load(self, seed: int) -> Record:
         path = record_path(self.folder, seed)
         record = Record.load(path)
@@ -149,15 +143,6 @@ def record_path(folder: Path, seed: int) -> Path:
 
 
 # -- staleness --------------------------------------------------------------------------------------------------------
-
-
-def stale(result: Result) -> list[str]:
-    """Return the components whose file has changed since the result was computed: "method", "scenario" and so on.
-
-    A result that does not name the digest of a file is not stale.
-    """
-    codes = (stream.environment.get("code") or {} for stream in result.streams.values())
-    return list(dict.fromkeys(role for code in codes for role in changed(result.experiment, code)))
 
 
 def changed(experiment: Experiment, code: Mapping[str, Any]) -> list[str]:

@@ -112,7 +112,8 @@ def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -
     cells = {label: [f"{right:.0f} % of {n:,}" if n else "–" for _, right, n in found] for label, found in bins.items()}
     caption = "Accuracy of predictions by confidence: on the dashed line they are equal. "
     caption += f"Bins of fewer than {FEWEST} images are not drawn."
-    legend = {row.label: f"{row.label}: ECE {row.score(CALIBRATION).text_with_spread} %" for row in rows}
+    scores = {row.label: row.score(CALIBRATION) for row in rows}
+    legend = {label: f"{label}: ECE {s if math.isfinite(s.mean) else '–'} %" for label, s in scores.items()}
     body = [(edge, *(cells[label][i] for label in cells)) for i, edge in enumerate(edges)]
     title = "Calibration"
     return Chart(title, caption, _svg(figure, group, title, legend.values()), legend, ("confidence", *bins), body)

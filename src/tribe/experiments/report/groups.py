@@ -25,6 +25,7 @@ from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
 from tribe.experiments.spec import by_place, with_whole_numbers
+from tribe.experiments.statistics import Spread, spread
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
 from tribe.fields import is_number
 from tribe.methods.encoding import decode_value, encode_fields
@@ -62,31 +63,15 @@ SHORT = (INSTANCE, CATEGORY, COST)
 LONG = (INSTANCE, CATEGORY, CALIBRATION, CONFIDENCE, COST)
 
 
-class MeanScore(NamedTuple):
-    """Mean and standard deviation over seeds; NaN where there are no records."""
-
-    mean: float
-    spread: float | None = None  # standard deviation; None for a single seed
-
-    @property
-    def text(self) -> str:
-        """Return the mean, as printed."""
-        return "–" if math.isnan(self.mean) else f"{self.mean:.2f}"
-
-    @property
-    def text_with_spread(self) -> str:
-        """Return mean and standard deviation, as printed.
-
-        >>> MeanScore(10.204, 0.5).text_with_spread, MeanScore(math.nan).text_with_spread
-        ('10.20 ± 0.50', '–')
-        """
-        return self.text if self.spread is None else f"{self.text} ± {self.spread:.2f}"
+def mean_text(score: Spread) -> str:
+    """Return the mean, as printed; a dash where there is none."""
+    return "–" if math.isnan(score.mean) else f"{score.mean:.2f}"
 
 
-def best(scores: Sequence[MeanScore]) -> str | None:
+def best(scores: Sequence[Spread]) -> str | None:
     """Return the lowest mean, as printed; several scores may have it. None if fewer than two have a mean."""
-    means = [score.mean for score in scores if not math.isnan(score.mean)]
-    return MeanScore(min(means)).text if len(means) > 1 else None
+    known = [score for score in scores if not math.isnan(score.mean)]
+    return mean_text(min(known, key=lambda score: score.mean)) if len(known) > 1 else None
 
 
 class Played(NamedTuple):
@@ -137,14 +122,11 @@ class MethodRow(NamedTuple):
         """The records with labels of streams that were watched or guarded."""
         return [record for record in self.judged if record.watched is not None]
 
-    def score(self, column: Column) -> MeanScore:
-        """Return mean and deviation of a column."""
+    def score(self, column: Column) -> Spread:
+        """Return the mean over seeds, NaN where there is none, and the standard deviation if the column shows it."""
         found = [played.scores.get(column.key) for played in (self.labelled if column.needs_labels else self.played)]
-        if not found:
-            return MeanScore(math.nan)
-        values = torch.tensor([math.nan if value is None else value for value in found], dtype=torch.float64)
-        values *= column.scale
-        return MeanScore(values.mean().item(), values.std().item() if len(values) > 1 and column.spread else None)
+        score = spread([math.nan if value is None else column.scale * value for value in found] or [math.nan])
+        return score if column.spread else score._replace(deviation=None)
 
 
 class ResultGroup(NamedTuple):

@@ -18,13 +18,14 @@ from tribe.experiments.report.groups import (
     INSTANCE,
     LONG,
     SHORT,
-    MeanScore,
     MethodRow,
     Played,
     ResultGroup,
     Runs,
     best,
+    mean_text,
 )
+from tribe.experiments.statistics import Spread
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
@@ -123,7 +124,7 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     for group in runs.groups:
         scores = {row.label: row.score(INSTANCE) for row in group.rows}
         lowest = best(list(scores.values()))
-        wins.update(label for label, found in scores.items() if found.text == lowest)
+        wins.update(label for label, found in scores.items() if mean_text(found) == lowest)
     if wins:
         most = ", ".join(f"{label} on {n}" for label, n in sorted(wins.items(), key=lambda win: (-win[1], win[0])))
         text += f" Lowest instance error: {most} of {len(runs.groups):,}."
@@ -159,9 +160,9 @@ def _group(group: ResultGroup, anchor: str, title: str, series: Mapping[str, int
     }
 
 
-def _cell(value: MeanScore, lowest: str | None) -> Cell:
+def _cell(value: Spread, lowest: str | None) -> Cell:
     order = None if math.isnan(value.mean) else f"{value.mean:.6f}"
-    return Cell(value.text, value.spread, order, value.text == lowest)
+    return Cell(mean_text(value), value.deviation, order, mean_text(value) == lowest)
 
 
 def _facts(group: ResultGroup) -> str:
@@ -265,7 +266,7 @@ def _origin(row: MethodRow) -> dict[str, Any]:
 
 
 def _record_cells(played: Played) -> list[str]:
-    numbers = (MethodRow("", (played,)).score(column).text_with_spread for column in LONG)
+    numbers = (mean_text(MethodRow("", (played,)).score(column)) for column in LONG)
     return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 
 
