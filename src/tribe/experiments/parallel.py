@@ -74,7 +74,8 @@ def run_all(
 ) -> list[Result | Failure]:
     """Run what is missing; return the result of each, or its failure, in the order of ``experiments``.
 
-    A failed experiment is tried again after the others. One that another process is computing comes last.
+    A failed experiment is tried again after the others. One that another process is computing comes last. Arguments
+    that are not listed are fields of `RunSettings`.
 
     Args:
         experiments: What to run.
@@ -85,10 +86,6 @@ def run_all(
         workbench: Where data and weights are, on all workers; by default in each worker's own $TRIBE_DATA.
         gpus: Share of a GPU that an experiment on CUDA takes on Ray; 0.25 lets four share one.
         retries: How often a failed experiment is tried again.
-        every: Batches between checkpoints.
-        force: Compute what is there anew.
-        keep_outputs: Also keep the outputs of the methods, such as logits, in the records.
-        command: The command line, kept with the results.
         progress: Called at intervals, in this process, for each experiment that advanced.
         done: Called once for each experiment, when it is finished or has failed.
     """

@@ -1,15 +1,11 @@
 """Uncertainty of a number: mean and deviation over seeds, and tests of "A beats B", over seeds and on one stream.
 
-Whether a method is better is judged over seeds (`paired`): every seed is another stream, both methods play the same
-streams, and the differences of their errors are independent. Two seeds are the least, and few decide little.
+Over seeds (`paired`) the differences of errors are independent: every seed is another stream, which both methods play.
 
-One stream shows only what was better *on this stream* (`duel`). The images of a stream are not independent: classes
-come in bursts, a domain lasts for thousands of images, and a prediction depends on the images before it. The plain
-bootstrap draws single images as if they were independent, and its intervals are far too narrow. Here blocks of
-consecutive images are drawn, the same blocks for both methods: both had the same images in the same order, so what is
-hard for both cancels. Blocks must be long against the correlation: they have `BLOCK_TIMES` times the integrated
-autocorrelation time of the differences, which is estimated from the records. Where this is more than a
-`LEAST_BLOCKS`-th of the stream, the stream is too short, and the interval is too narrow all the same.
+One stream shows only what was better *on this stream* (`duel`). Its images are not independent, so the plain bootstrap
+of single images gives intervals that are far too narrow. Here blocks of consecutive images are drawn, the same for both
+methods, so what is hard for both cancels. A block has `BLOCK_TIMES` times the integrated autocorrelation time of the
+differences; where this is more than a `LEAST_BLOCKS`-th of the stream, the interval is too narrow all the same.
 """
 
 import math

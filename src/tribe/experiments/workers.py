@@ -1,6 +1,6 @@
 """Jobs of the workers of `tribe.experiments.parallel`, in processes of this machine or of a cluster of Ray.
 
-A worker gets an experiment as plain data (`ExperimentJob`), with the files of a custom method or norm rule.
+A worker gets an experiment without its components (`ExperimentJob`), and the files of a custom method or norm rule.
 """
 
 import contextlib
@@ -125,8 +125,7 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 class ExperimentJob(NamedTuple):
     """All that a worker needs, in plain data."""
 
-    spec: dict[str, Any]
-    seeds: tuple[int, ...]
+    experiment: Experiment  # without its components
     settings: RunSettings
     wait: bool
     data: str | None
@@ -142,8 +141,7 @@ def make_job(
     """Return the job of an experiment."""
     data, weights = (None, {}) if workbench is None else (workbench.data, workbench.weights)
     return ExperimentJob(
-        spec=experiment.json(),
-        seeds=experiment.seeds,
+        experiment=replace(experiment, parts=None),
         settings=settings._replace(root=str(Path(settings.root).absolute())),
         wait=wait,
         data=None if data is None else str(data.expanduser().resolve()),
@@ -183,7 +181,7 @@ def _run_job(job: ExperimentJob, reports: Any) -> Reply:
         return Reply(failed=f"this worker would compute another result: {differ}. Install the same versions everywhere")
     for custom in job.custom:
         custom.register()
-    experiment = Experiment.from_json(job.spec, job.seeds)
+    experiment = job.experiment
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too
     workbench = _workbench(job.data, experiment.device, job.weights)

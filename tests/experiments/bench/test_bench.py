@@ -245,18 +245,11 @@ def test_other_settings_are_not_compared(result):
     [
         (lambda data: data.pop("rows"), "rows is missing; expected a list"),
         (lambda data: data["setting"].pop("batch"), r"setting\.batch is missing; expected an integer"),
-        (lambda data: data["setting"].update(batch="many"), r"setting\.batch is 'many'; expected an integer"),
         (
             lambda data: data["rows"][0].update(ms_per_image=0),
             r"rows\.0\.ms_per_image is 0; expected a positive number",
         ),
-        (lambda data: data["rows"][0].update(ms_per_image="fast"), "is 'fast'; expected a finite number"),
-        (lambda data: data["rows"][0].update(times=3), "damaged"),
-        (lambda data: data.update(rows=[3]), "damaged"),
-        (lambda data: data.update(machine=[]), "machine is a list of 0; expected an object"),
-        (lambda data: data["rows"][0].update(peak_bytes="all"), "peak_bytes"),
         (lambda data: data["setting"].update(batch=0), "batch is a whole number, at least 1"),
-        (lambda data: data["setting"].update(device=3), "expected text"),
         (lambda data: data.update(repeats=None), "repeats is None; expected an integer"),
         (lambda data: data.update(schema=7), "has format 7"),
         (lambda data: data.update(kind="something"), "is not a result"),

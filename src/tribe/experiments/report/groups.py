@@ -257,7 +257,7 @@ def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str,
 
 
 def _is_stale(played: Played) -> bool:
-    """Whether the source code has changed since a stream was played; see `tribe.experiments.store.stale`."""
+    """Whether the source code has changed since a stream was played; see `tribe.experiments.store.changed`."""
     spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
     code = played.environment.get("code", {})
     try:
