@@ -16,16 +16,19 @@ from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import Workbench
 
+DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
+STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # an eighth of the digits
 METHODS = ("source", "tribe", "bn", "rotta", "tent", "selftrain/fixmatch")
 
 
+def small(workbench, method="source", batch=16, **options):
+    """Real digits under one corruption."""
+    return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, batch=batch, **options)
+
+
 def experiments(count, workbench):
-    """Real digits under one corruption, an eighth of those that there are."""
-    data = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
-    scenario = ComponentSpec("gli-f", {"imbalance": 1_000_000})
     for i in range(count):
-        method, options = METHODS[i % len(METHODS)], {"seeds": (i // len(METHODS),), "batch": 16}
-        yield Experiment.of(data, "compact", scenario, method, workbench=workbench, **options)
+        yield small(workbench, METHODS[i % len(METHODS)], seeds=(i // len(METHODS),))
 
 
 def play(runs, count):

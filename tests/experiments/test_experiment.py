@@ -9,15 +9,13 @@ from safetensors.torch import save_file
 
 import tribe
 from commands import tribe_command
+from grid import DATA, STREAM, small
 from places import ROOT
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import finished
 from tribe.experiments.workbench import Workbench
-
-DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
-STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 230 of 2,000 images
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 
@@ -31,10 +29,6 @@ def workbench(few_digits):
 def few(few_digits, monkeypatch):
     """No data but a few digits."""
     monkeypatch.setenv("TRIBE_DATA", few_digits)
-
-
-def small(workbench, method="source", batch=16, **options):
-    return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, batch=batch, **options)
 
 
 def test_the_id_is_a_hash_of_all_that_matters(workbench):

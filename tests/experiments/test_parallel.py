@@ -17,6 +17,7 @@ import torch
 
 import layouts
 import tribe
+from grid import DATA, STREAM
 from grid import experiments as grid
 from tribe import scenarios
 from tribe.cli.custom import METHOD, component_name
@@ -30,9 +31,6 @@ from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import Result, find
 from tribe.experiments.workbench import Workbench
 from tribe.experiments.workers import custom_code, make_job, run_job
-
-DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
-STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 1,200 images
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tribe
+from grid import DATA, small
 from places import TESTS
 from processes import Process, ended
 from reproduction.keep import keep, stale
@@ -22,8 +23,6 @@ from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
 
 GRID = TESTS / "grid.py"
-DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
-STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # about 230 of 2,000 images
 PACK = "live-mnist-c-cpu.jsonl"
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
@@ -38,10 +37,6 @@ def workbench(few_digits):
 def few(few_digits, monkeypatch):
     """No data but a few digits."""
     monkeypatch.setenv("TRIBE_DATA", few_digits)
-
-
-def small(workbench, method="source", **options):
-    return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, batch=16, **options)
 
 
 @pytest.fixture(scope="module")

@@ -145,8 +145,8 @@ class RecordTable:
 
 def _images(stream: Stream, s: int, step: int) -> int:
     """Return the number of images of a stream after a step."""
-    cuts = stream.cuts[s][:step]
-    return cuts[-1].stop if cuts else 0
+    cuts = stream.cuts[s]
+    return cuts[min(step, len(cuts)) - 1].stop if cuts and step else 0
 
 
 class RunCheckpoint:

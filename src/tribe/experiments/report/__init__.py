@@ -9,7 +9,7 @@ page loads nothing, and works without JavaScript, on paper, a phone or a wide sc
 from os import PathLike
 from pathlib import Path
 
-from tribe.experiments.report.groups import MethodRow, Played, ResultGroup, Runs, collect
+from tribe.experiments.report.groups import MethodRow, PlayedStream, ResultGroup, Runs, collect
 from tribe.experiments.report.page import render
 from tribe.io.files import check_file, write_atomically
 
@@ -33,4 +33,4 @@ def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
     return runs
 
 
-__all__ = ["MethodRow", "Played", "ResultGroup", "Runs", "collect", "render", "write"]
+__all__ = ["MethodRow", "PlayedStream", "ResultGroup", "Runs", "collect", "render", "write"]

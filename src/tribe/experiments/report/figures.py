@@ -17,7 +17,7 @@ from torch import Tensor
 from tribe.experiments import metrics
 from tribe.experiments.plots import plain_label
 from tribe.experiments.record import Record
-from tribe.experiments.report.groups import CALIBRATION, COST, INSTANCE, MethodRow, Played, ResultGroup
+from tribe.experiments.report.groups import CALIBRATION, COST, INSTANCE, MethodRow, PlayedStream, ResultGroup
 from tribe.fields import printable
 
 POINTS = 160  # of a curve over time: more cannot be seen on a screen
@@ -187,7 +187,7 @@ def _mean(values: Iterable[Tensor]) -> list[float]:
     return mean
 
 
-def _domain_errors(played: Played) -> Tensor:
+def _domain_errors(played: PlayedStream) -> Tensor:
     """(D,) in percent; NaN where a domain has no labels."""
     errors = [played.scores["domain_error"][name] for name in played.domains]
     return 100 * torch.tensor([math.nan if error is None else error for error in errors], dtype=torch.float64)

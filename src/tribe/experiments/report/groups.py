@@ -74,7 +74,7 @@ def best(scores: Sequence[Spread]) -> str | None:
     return mean_text(min(known, key=lambda score: score.mean)) if len(known) > 1 else None
 
 
-class Played(NamedTuple):
+class PlayedStream(NamedTuple):
     """The result of one stream: its metrics and, unless only these were kept, its record."""
 
     path: str  # relative to the folder
@@ -100,7 +100,7 @@ class MethodRow(NamedTuple):
     """A method with its fields, on the streams of a group."""
 
     label: str  # the method, and the fields in which it departs from the published ones for the data set
-    played: tuple[Played, ...]  # by seed
+    played: tuple[PlayedStream, ...]  # by seed
 
     @property
     def records(self) -> list[Record]:
@@ -108,7 +108,7 @@ class MethodRow(NamedTuple):
         return [played.record for played in self.played if played.record is not None]
 
     @property
-    def labelled(self) -> list[Played]:
+    def labelled(self) -> list[PlayedStream]:
         """The streams with labels."""
         return [played for played in self.played if played.is_labelled]
 
@@ -169,7 +169,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
     root = Path(folder)
     if not root.is_dir():
         raise NotADirectoryError(f"no folder {folder}; expected one with results, such as `tribe run` leaves")
-    found: list[Played] = []
+    found: list[PlayedStream] = []
     damaged: list[tuple[str, str]] = []
     stores = [ResultStore(folder) for folder in sorted({pack.parent for pack in root.rglob(f"*{PACK}")})]
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # the page names damaged lines
@@ -197,7 +197,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
     return Runs(_grouped(single), tuple(damaged), tuple(repeated))
 
 
-def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) -> Iterator[Played]:
+def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) -> Iterator[PlayedStream]:
     """Yield the streams of a result without a record; append those whose metrics contradict each other to damaged."""
     for seed, stream in result.streams.items():
         if record_path(result.folder, seed).exists():
@@ -211,13 +211,13 @@ def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) 
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
         path = result.folder.relative_to(root).as_posix()
         spec = {**result.experiment.record_spec(), "seed": seed}
-        yield Played(path, spec, stream.environment, scores, domains, classes, None)
+        yield PlayedStream(path, spec, stream.environment, scores, domains, classes, None)
 
 
 # -- one file ---------------------------------------------------------------------------------------------------------
 
 
-def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> list[Played]:
+def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> list[PlayedStream]:
     """Return the record in a file; none if it is an npz file of another kind, such as a schedule."""
     if not zipfile.is_zipfile(file):
         raise ValueError("it is not an npz file, or it was cut short")
@@ -233,18 +233,18 @@ def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]])
         "seconds_per_image": metrics.seconds_per_image(record).item(),
         "confidence": record.confidence.double().mean().item(),
     }
-    return [Played(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)]
+    return [PlayedStream(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)]
 
 
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str, str]]]:
+def _without_repeats(found: list[PlayedStream]) -> tuple[list[PlayedStream], list[tuple[str, str]]]:
     """Return one result for each spec and seed: a copy would count twice in every mean.
 
     A result of other source code than today's counts last. Of the others, those with records come first.
     """
-    kept: dict[str, Played] = {}
+    kept: dict[str, PlayedStream] = {}
     repeated: list[tuple[str, str]] = []
     for played in sorted(found, key=_is_stale):
         spec = {key: value for key, value in played.spec.items() if key != "experiment"}  # seed 0 alone, and beside 1
@@ -256,7 +256,7 @@ def _without_repeats(found: list[Played]) -> tuple[list[Played], list[tuple[str,
     return list(kept.values()), repeated
 
 
-def _is_stale(played: Played) -> bool:
+def _is_stale(played: PlayedStream) -> bool:
     """Whether the source code has changed since a stream was played; see `tribe.experiments.store.changed`."""
     spec = {key: value for key, value in played.spec.items() if key not in ("seed", "experiment")}
     code = played.environment.get("code", {})
@@ -266,15 +266,15 @@ def _is_stale(played: Played) -> bool:
         return False
 
 
-def _same(one: Played, other: Played) -> bool:
+def _same(one: PlayedStream, other: PlayedStream) -> bool:
     if one.record is None or other.record is None:
         return all(one.scores.get(key) == other.scores.get(key) for key in ("images", "instance_error", "domain_error"))
     pairs = zip(one.record[:3], other.record[:3], strict=True)  # domain, label, prediction
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def _grouped(found: list[Played]) -> tuple[ResultGroup, ...]:
-    groups: dict[str, dict[str, list[Played]]] = defaultdict(lambda: defaultdict(list))
+def _grouped(found: list[PlayedStream]) -> tuple[ResultGroup, ...]:
+    groups: dict[str, dict[str, list[PlayedStream]]] = defaultdict(lambda: defaultdict(list))
     for played in found:
         shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
         group = groups[_canonical([shared, played.domains, played.classes])]
@@ -284,7 +284,7 @@ def _grouped(found: list[Played]) -> tuple[ResultGroup, ...]:
     return tuple(ResultGroup(texts, _rows(groups[key], labels)) for key, texts in facts)
 
 
-def _rows(rows: Mapping[str, list[Played]], named: Mapping[str, str]) -> tuple[MethodRow, ...]:
+def _rows(rows: Mapping[str, list[PlayedStream]], named: Mapping[str, str]) -> tuple[MethodRow, ...]:
     counts: Counter[str] = Counter()
     made = []
     for key in sorted(rows):

@@ -19,7 +19,7 @@ from tribe.experiments.report.groups import (
     LONG,
     SHORT,
     MethodRow,
-    Played,
+    PlayedStream,
     ResultGroup,
     Runs,
     best,
@@ -265,7 +265,7 @@ def _origin(row: MethodRow) -> dict[str, Any]:
     }
 
 
-def _record_cells(played: Played) -> list[str]:
+def _record_cells(played: PlayedStream) -> list[str]:
     numbers = (mean_text(MethodRow("", (played,)).score(column)) for column in LONG)
     return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 
@@ -274,7 +274,7 @@ def _describe(machine: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
 
 
-def _machine(played: Played) -> Mapping[str, Any]:
+def _machine(played: PlayedStream) -> Mapping[str, Any]:
     machine: Mapping[str, Any] = played.environment.get("machine", {})
     return machine
 
