@@ -108,11 +108,6 @@ def test_a_black_camera_raises_an_alarm_once_in_words_to_callback_log_and_record
     assert again.health == adapter.health
 
 
-def test_a_callback_needs_something_that_watches():
-    with pytest.raises(ValueError, match="health=True or guard=True"):
-        tribe.adapt(small_network(), on_event=print)
-
-
 def test_a_stream_that_goes_wrong_returns_to_its_last_good_state():
     net, guarded = small_backbone(), ready("tent+guard", lr=0.3, speed=None, pull=0.0, good_every=40, probe=0)
     state = guarded.init(net, 2)

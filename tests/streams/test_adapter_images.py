@@ -119,13 +119,6 @@ def test_an_empty_batch_returns_empty_logits():
     assert model.digest() == before
 
 
-@pytest.mark.parametrize("method", tribe.methods.names())
-def test_a_batch_of_one(method):
-    model = tribe.adapt(small_network(), ready(method))
-    for seed in range(3):
-        assert model(batch(seed, 1)).isfinite().all()
-
-
 def test_other_floating_precisions_are_converted():
     model, other = adapter(), adapter()
     assert torch.equal(model(batch(1).double()), other(batch(1)))

@@ -36,7 +36,7 @@ def replay(method, net, name, rounds):
     return answers, state
 
 
-@pytest.mark.parametrize("name", [*methods.names(), "tribe+time", "cotta+time", "lame+time"])
+@pytest.mark.parametrize("name", [*methods.names(), "tribe+time", "tribe+guard", "cotta+time", "lame+time"])
 def test_every_stream_gets_the_bits_that_it_gets_alone(name):
     net, rounds = small_backbone(), list(play())
     method = small(ready(name))

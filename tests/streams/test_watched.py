@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 import torch
 
 import tribe
@@ -33,16 +32,6 @@ def test_a_black_camera_raises_an_alarm_once_by_its_name_and_learns_nothing(capl
     assert ("black" in gate.alarms, "black" in door.alarms) == (True, False)
     assert (gate.held, door.held) == (96, 0)
     assert (gate.images, door.images) == (112, 112)
-
-
-def test_a_stream_of_a_guarded_fleet_is_the_same_alone():
-    fleet = cameras(tribe.fleet(small_network(), guard=True))
-    alone = tribe.fleet(fleet.net, fleet.method)
-    alone({"gate": pictures(1, 16)[0]})
-    for _ in range(6):
-        alone({"gate": BLACK})
-    assert alone.digest("gate") == fleet.digest("gate")
-    assert alone.health("gate") == fleet.health("gate")
 
 
 def test_what_was_reported_is_not_reported_again_after_a_file_a_reset_reports_anew():
@@ -76,8 +65,6 @@ def test_without_health_there_is_none():
     assert fleet.health("door") is None
     assert fleet.report_many(["door"])["door"].health is None
     assert fleet.events == []
-    with pytest.raises(ValueError, match="health=True or guard=True"):
-        tribe.fleet(small_network(), on_event=print)
 
 
 def test_a_calibrated_stream_has_an_estimate_and_goes_through_a_file(tmp_path):

@@ -6,20 +6,15 @@ layers and classes moved. See docs/deploying.md.
 """
 
 from tribe.health.calibration import Calibration, calibrate
-from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange, compare_states
-from tribe.health.estimate import Estimate, EstimateState, Estimator
+from tribe.health.changes import ClassChange, Comparison, LayerChange, StreamChange
 from tribe.health.guard import Guard, Watch
 from tribe.health.history import History, Kept, RolledBack, Snapshot
-from tribe.health.report import AlarmLog, Event, Health, StreamInfo, StreamReport
+from tribe.health.report import Event, Health, StreamInfo, StreamReport
 
 __all__ = [
-    "AlarmLog",
     "Calibration",
     "ClassChange",
     "Comparison",
-    "Estimate",
-    "EstimateState",
-    "Estimator",
     "Event",
     "Guard",
     "Health",
@@ -33,5 +28,4 @@ __all__ = [
     "StreamReport",
     "Watch",
     "calibrate",
-    "compare_states",
 ]

@@ -77,7 +77,10 @@ class Martingale:
         scale = state.scale * torch.exp(-count / self.memory).unsqueeze(1) + slope.square()
         most = MAX_LOSS / (0.5 + reference.tolerance)
         bet = (state.bet + self.rate * slope / scale.clamp_min(1e-12).sqrt()).clamp_min(MIN_BET).minimum(most)
-        mean, weight = average(state.mean, state.weight, torch.where(valid, ranks, 0.0).sum(1), count, self.window)
+        keep = torch.exp(-count / self.window)
+        share = (1 - keep) / count.clamp_min(1)
+        mean = state.mean * keep + torch.where(valid, ranks, 0.0).sum(1) * share
+        weight = state.weight * keep + (1 - keep)
         normal = (mean / weight.clamp_min(1e-12) - 0.5).abs() <= reference.tolerance
         significant = torch.logaddexp(log_wealth[:, 0], log_wealth[:, 1]) - math.log(2) >= -math.log(self.alpha)
         alarm = significant & ~state.changed
@@ -133,14 +136,3 @@ def fit_reference(entropy: Tensor, predicted: Tensor, labels: Tensor, classes: i
     error = TOLERANCE_ERRORS / (12 * counts.clamp_min(1)).sqrt()  # a uniform rank has variance 1/12
     off = torch.where(shown, (means - 0.5).abs() + error, 0.0).amax()
     return reference._replace(tolerance=off.clamp_max(0.4).float())
-
-
-def average(total: Tensor, weight: Tensor, added: Tensor, count: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """A mean over about the last ``window`` images: the next total (S, ...) and weight (S,), whose ratio it is.
-
-    ``added`` is the sum over ``count`` (S,) new images.
-    """
-    keep = torch.exp(-count / window)
-    share = (1 - keep) / count.clamp_min(1)
-    wide = (..., *[None] * (total.dim() - 1))
-    return total * keep[wide] + added * share[wide], weight * keep + (1 - keep)

@@ -140,39 +140,28 @@ class AlarmLog:
                     logger.exception("a listener failed for: %s", event)
 
 
-class Wording(NamedTuple):
-    """The text of an alarm, and the names of the two numbers in it."""
-
-    text: str
-    names: tuple[str, str]
-
-
 _FAULT = ("share", "grey")
-WORDINGS = {
-    "black": Wording("the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
-    "white": Wording("the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
-    "flat": Wording("the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
-    "noise": Wording(
-        "the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames", _FAULT
-    ),
-    "outside": Wording(
+WORDINGS = {  # the text of an alarm, and the names of the two numbers in it
+    "black": ("the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "white": ("the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "flat": ("the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
+    "noise": ("the camera shows noise without structure, as a covered lens does: {0:.0%} of the last frames", _FAULT),
+    "outside": (
         "values are far outside [0, 1], as 0 to 255 or normalised images are: {0:.0%} of the last frames, mean {1:.2f}",
         _FAULT,
     ),
-    "frozen": Wording("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
-    "blurred": Wording("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
-    "shift": Wording(
+    "frozen": ("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
+    "blurred": ("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
+    "shift": (
         "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
         ("mean_rank", "window_filled"),
     ),
-    "drift": Wording(
-        "the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps", ("distance", "steps")
-    ),
-    "collapse": Wording(
+    "drift": ("the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps", ("distance", "steps")),
+    "collapse": (
         "predictions collapse: {0:.0%} of the last ones are class {1:.0f}, which the source does not confirm",
         ("share", "class"),
     ),
-    "scatter": Wording(
+    "scatter": (
         "predictions do not follow the stream: neighbours share their class by {0:.2f} more than chance, according to "
         "the source by {1:.2f}",
         ("order", "source_order"),
