@@ -20,6 +20,12 @@ def tribe_command(*arguments):
     return result
 
 
+def succeeded(result):
+    """Return the result of a command that must not fail."""
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def message(result):
     """What an error paragraph says, without line breaks."""
     return " ".join(result.stderr.split())

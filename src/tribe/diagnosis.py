@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -68,27 +67,23 @@ class Report:
         """Return plain data, fit for JSON."""
         return asdict(self)
 
-    @property
-    def headline(self) -> str:
-        """Return the first line of the text."""
-        if not self.adaptable:
-            return "cannot be adapted"
-        count = len(self.problems)
-        many = f", but {count} problem{'s were' if count > 1 else ' was'} found, see below"
-        return f"can be adapted{many if count else ''}"
-
     def __str__(self) -> str:
         alike: dict[tuple[str, bool, bool], list[LayerReport]] = {}
         for layer in self.layers:
             alike.setdefault((layer.kind, layer.statistics, layer.affine), []).append(layer)
-        lines = [self.headline]
+        lines, count = ["can be adapted" if self.adaptable else "cannot be adapted"], len(self.problems)
+        if self.adaptable and count:
+            lines[0] += f", but {count} problem{'s were' if count > 1 else ' was'} found, see below"
         for (kind, *has), group in alike.items():
             parts = " and ".join(itertools.compress(("statistics", "affine parameters"), has))
             lines.append(f"  {len(group)} x {kind}, {sum(g.channels for g in group)} channels: {parts or 'batch only'}")
         lines += [f"  left as they are: {text}" for text in by_reason(self.left_alone)]
         if self.classifier is not None:
             lines.append(f"  {self.classes} classes, from layer {self.classifier!r}")
-        lines += _sizes(self.state_bytes)
+        if (most := self.state_bytes.get("tribe")) is not None:
+            leaner = [f"{name} {_size(n)}" for name, n in self.state_bytes.items() if n < most]
+            many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
+            lines.append(f"  state of a stream: tribe {_size(most)}{many}")
         if self.shift is not None:
             lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
         if self.confidence is not None:
@@ -149,8 +144,11 @@ def doctor(
         more = f" and {len(broken) - 4} more" if len(broken) > 4 else ""
         report["problems"].append(f"the network's own numbers are not finite: {', '.join(broken[:4])}{more}")
     if x is not None:
-        with _no_warnings(net):
+        warned, net._warned = net._warned, True  # of layers that the network does not call: the report lists them
+        try:
             report.update(_examine(net, x, labels, report, noise))
+        finally:
+            net._warned = warned
     features = report["features"] is not None if "features" in report else net.classifier is not None
     has = {"affine": net.has_affine, "statistics": net.has_statistics, "features": features}
     classes = {name: methods.get(name) for name in methods.names()}
@@ -171,14 +169,6 @@ def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, 
     return sizes
 
 
-def _sizes(state_bytes: dict[str, int]) -> Iterator[str]:
-    """Return the line about the size of states."""
-    if (most := state_bytes.get("tribe")) is not None:
-        leaner = [f"{name} {_size(n)}" for name, n in state_bytes.items() if n < most]
-        many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
-        yield f"  state of a stream: tribe {_size(most)}{many}"
-
-
 def _size(count: int) -> str:
     """Return a number of bytes for people.
 
@@ -187,16 +177,6 @@ def _size(count: int) -> str:
     """
     name, unit = next(((name, unit) for name, unit in (("MB", 1e6), ("kB", 1e3)) if count >= unit), ("bytes", 1))
     return f"{count / unit:.3g} {name}"
-
-
-@contextmanager
-def _no_warnings(net: Backbone) -> Iterator[None]:
-    """Silence the warning about layers that the network does not call: the report lists them. It may warn later."""
-    warned, net._warned = net._warned, True
-    try:
-        yield
-    finally:
-        net._warned = warned
 
 
 def _not_finite(net: Backbone) -> Iterator[str]:

@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import tribe
-from commands import app
+from commands import app, succeeded
 from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands.list import REGISTRIES
@@ -177,8 +177,7 @@ def test_listed_as_json_is_what_is_registered(call, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_listed_in_a_table(call, kind):
-    result = call("list", kind)
-    assert result.exit_code == 0, result.output
+    result = succeeded(call("list", kind))
     first = [line.split("│")[1].strip() for line in result.stdout.splitlines() if line.startswith("│")]
     assert "".join(first) == "".join(REGISTRIES[kind].names())  # a narrow column breaks words
 
@@ -191,8 +190,7 @@ def test_fields_carry_defaults_and_types(call):
 
 
 def test_the_table_shows_defaults_needs_and_variants(call):
-    result = call("list", "methods")
-    assert result.exit_code == 0
+    result = succeeded(call("list", "methods"))
     for name in tribe.methods.names():
         assert name in result.stdout
     assert "lambda_anc = 0.5" in result.stdout
@@ -214,8 +212,7 @@ def test_corruptions_are_listed(call):
     summaries = {c["name"]: c["summary"] for c in listed}
     assert summaries["common/glass_blur"] == "Blur, overwrite pixels with near ones, blur again."
     assert all(summaries.values())
-    people = call("list", "corruptions")
-    assert people.exit_code == 0, people.output
+    people = succeeded(call("list", "corruptions"))
     first = [line.split("│")[1].strip() for line in people.stdout.splitlines() if line.startswith("│")]
     assert "".join(first) == "".join(summaries)
 
@@ -238,8 +235,7 @@ def test_list_in_a_process():
 @pytest.mark.parametrize("name", ["net", "make", "Holder.inner"])
 @pytest.mark.parametrize("place", ["models_here.py", "models_here"])
 def test_a_model_by_file_or_by_module(call, place, name):
-    result = call("doctor", f"{place}:{name}")
-    assert result.exit_code == 0, result.output
+    result = succeeded(call("doctor", f"{place}:{name}"))
     assert result.stdout.startswith("can be adapted")
     assert "5 classes" in result.stdout
 
@@ -300,8 +296,7 @@ def test_images_from_a_file(call, tmp_path, suffix, dtype):
     images = (images * 255).astype(dtype) if dtype is np.uint8 else images.astype(dtype)
     path = tmp_path / f"images.{suffix}"
     (np.save if suffix == "npy" else np.savez)(path, images)
-    result = call("doctor", "models_here.py:net", "--input", path, "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(call("doctor", "models_here.py:net", "--input", path, "--json"))
     assert json.loads(result.stdout)["shift"] < 0.3
 
 

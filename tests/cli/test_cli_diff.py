@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from commands import message, tribe_command
+from commands import message, succeeded, tribe_command
 from reproduction.keep import keep
 from tribe.experiments.store import finished
 
@@ -28,8 +28,7 @@ def ids(runs):
 
 
 def test_two_results_by_id(runs, ids):
-    result = tribe_command("diff", ids["source", 0][:8], ids["bn", 0], "--runs", runs, "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_command("diff", ids["source", 0][:8], ids["bn", 0], "--runs", runs, "--json"))
     found = json.loads(result.stdout)
     errors = {r.experiment.id: r.metrics[0] for r in finished(runs) if r.experiment.seeds == (0,)}
     source, bn = errors[ids["source", 0]], errors[ids["bn", 0]]
@@ -44,8 +43,7 @@ def test_two_results_by_id(runs, ids):
 
 
 def test_a_folder_and_a_file(runs, ids):
-    result = tribe_command("diff", runs / ids["source", 0], runs / ids["bn", 0] / "record-0.npz")
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_command("diff", runs / ids["source", 0], runs / ids["bn", 0] / "record-0.npz"))
     for words in (
         "method.name",
         "impulse_noise@5",
@@ -59,8 +57,7 @@ def test_a_folder_and_a_file(runs, ids):
 
 def test_results_without_records(runs, ids, tmp_path):
     keep(runs, tmp_path)
-    result = tribe_command("diff", ids["source", 0], tmp_path / ids["bn", 0], "--runs", tmp_path)
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_command("diff", ids["source", 0], tmp_path / ids["bn", 0], "--runs", tmp_path))
     assert "it is not known which images are predicted differently" in result.stdout
     assert "motion_blur@5" in result.stdout
 

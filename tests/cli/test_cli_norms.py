@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import message, tribe_command
+from commands import message, succeeded, tribe_command
 from tribe import norms
 from tribe.experiments.store import finished
 from tribe.experiments.workers import custom_code
@@ -46,8 +46,7 @@ def specs():
 
 def test_a_rule_from_a_file():
     Path("mine.py").write_text(RULE)
-    result = play("mine.py:Halfway(share=0.25)")
-    assert result.exit_code == 0, result.output
+    succeeded(play("mine.py:Halfway(share=0.25)"))
     ((first, method),) = specs().items()
     assert method.fields["rule"] == "halfway(share=0.25)"
     assert method.code is not None, "its file counts"

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from commands import message, tribe_command
+from commands import message, succeeded, tribe_command
 from processes import ended
 from tribe import scenarios
 from tribe.data.datasets.files import mnist_test
@@ -40,6 +40,10 @@ def tribe_run(*arguments):
     return tribe_command("run", *arguments)
 
 
+def play(*arguments):
+    return succeeded(tribe_run(*arguments))
+
+
 def results(folder):
     """The results in a folder by the name of their method."""
     return {result.experiment.method.name: result for result in finished(folder)}
@@ -59,14 +63,12 @@ def summary(folder):
 def played(tmp_path_factory, few_digits):
     folder = tmp_path_factory.mktemp("run")
     options = ("--methods", "source,tribe", "--seeds", 2, "--data", few_digits, "--out", folder, "--json", "-")
-    result = tribe_run(*SHORT, *options)
-    assert result.exit_code == 0, result.output
+    result = play(*SHORT, *options)
     return folder, json.loads(result.stdout)
 
 
 def test_a_network_of_bfloat16(played, tmp_path):
-    result = tribe_run(*SHORT, "--methods", "source,eata", "--set", "precision=bf16", "--out", tmp_path, "--json", "-")
-    assert result.exit_code == 0, result.output
+    result = play(*SHORT, "--methods", "source,eata", "--set", "precision=bf16", "--out", tmp_path, "--json", "-")
     report, (_, whole) = json.loads(result.stdout), played
     assert report["spec"]["precision"] == "bf16"
     assert whole["spec"]["precision"] == "float32", "a CPU has no TF32"
@@ -97,8 +99,7 @@ def test_the_summary_holds_the_errors_of_the_records(played):
 
 def test_two_seeds_are_two_streams_and_each_is_what_it_would_be_alone(played):
     folder, _ = played
-    result = tribe_run(*SHORT, "--methods", "tribe", "--seeds", "1,", "--out", "alone")
-    assert result.exit_code == 0, result.output
+    play(*SHORT, "--methods", "tribe", "--seeds", "1,", "--out", "alone")
     together, alone = (record(f, "tribe", 1) for f in (folder, "alone"))
     assert torch.equal(together.label, alone.label)
     assert (together.prediction == alone.prediction).double().mean() > 0.999  # sums of a larger batch round otherwise
@@ -106,8 +107,7 @@ def test_two_seeds_are_two_streams_and_each_is_what_it_would_be_alone(played):
 
 def test_more_seeds_are_those_that_are_missing_and_rows_name_their_folders(played):
     folder = shutil.copytree(played[0], "more")
-    result = tribe_run(*SHORT, "--methods", "source", "--seeds", "1,5", "--out", folder, "--json", "more.json")
-    assert result.exit_code == 0, result.output
+    play(*SHORT, "--methods", "source", "--seeds", "1,5", "--out", folder, "--json", "more.json")
     rows = {row["seed"]: row["id"] for row in json.loads(Path("more.json").read_text())["results"]}
     assert rows.keys() == {1, 5}
     assert all(Path(folder, id, f"record-{seed}.npz").is_file() for seed, id in rows.items())
@@ -129,8 +129,7 @@ def test_the_chart_is_an_svg_that_names_methods_and_domains(played):
 
 
 def test_a_table_is_printed_and_results_are_under_their_id():
-    result = tribe_run(*SHORT, "--methods", "source", "--json", "out.json")
-    assert result.exit_code == 0, result.output
+    result = play(*SHORT, "--methods", "source", "--json", "out.json")
     assert "instance error" in result.stdout
     assert "source" in result.stdout
     (file,) = Path("runs").glob("*.json")
@@ -145,8 +144,7 @@ def test_a_table_is_printed_and_results_are_under_their_id():
 
 def test_fields_of_any_component_can_be_set():
     settings = ("tribe.gamma=0.25", "scenario.sigma=10.0", "scenario.draw=paper", "dataset.seed=3")
-    result = tribe_run(*SHORT, "--methods", "tribe", "--json", "-", *(w for s in settings for w in ("--set", s)))
-    assert result.exit_code == 0, result.output
+    play(*SHORT, "--methods", "tribe", "--json", "-", *(w for s in settings for w in ("--set", s)))
     spec = record("runs", "tribe").spec
     assert spec["method"]["fields"]["gamma"] == 0.25
     assert spec["scenario"]["fields"]["sigma"] == 10.0
@@ -157,8 +155,7 @@ def test_fields_of_any_component_can_be_set():
 @pytest.mark.parametrize(("word", "truth"), [("false", False), ("TRUE", True)])
 def test_truths_are_words_in_any_case(word, truth):
     options = ("--methods", "roid", "--set", f"roid.consistency={word}", "--set", "roid.prior=none", "--out", "out")
-    result = tribe_run(*TINY, *options)
-    assert result.exit_code == 0, result.output
+    play(*TINY, *options)
     fields = record("out", "roid").spec["method"]["fields"]
     assert fields["consistency"] is truth
     assert fields["prior"] == "none", "a word of the field's own"
@@ -180,8 +177,7 @@ def test_one_value_and_words_with_commas_are_sequences():
         "out",
         *(w for s in settings for w in ("--set", s)),
     )
-    result = tribe_run(*options)
-    assert result.exit_code == 0, result.output
+    play(*options)
     made = record("out", "sar")
     assert made.domains == ("motion_blur@4",)
     assert made.spec["dataset"]["fields"]["corruptions"] == ["impulse_noise", "motion_blur"]
@@ -216,16 +212,14 @@ def pictures():
 def test_names_of_classes_may_be_numbers(pictures):
     names = [str(k) for k in range(9, -1, -1)]
     played = ("--methods", "source", "--set", f"dataset.class_names={','.join(names)}", "--out", "out")
-    result = tribe_run(*pictures, *played)
-    assert result.exit_code == 0, result.output
+    play(*pictures, *played)
     found = record("out", "source")
     assert found.spec["dataset"]["fields"]["class_names"] == names
     assert found.label.tolist() == list(range(9, -1, -1)), "in the order of the names"
 
 
 def test_several_seeds_of_one_stream_are_warned_of(pictures):
-    result = tribe_run(*pictures, "--methods", "source,bn", "--seeds", 2)
-    assert result.exit_code == 0, result.output
+    result = play(*pictures, "--methods", "source,bn", "--seeds", 2)
     assert message(result).count("2 seeds play the same images in the same order, and do not reduce uncertainty") == 1
     assert "warning" not in message(tribe_run(*pictures, "--methods", "source"))
     drawn = tribe_run(*pictures, "--methods", "source", "--seeds", 2, "--set", "scenario.order=random")
@@ -235,8 +229,7 @@ def test_several_seeds_of_one_stream_are_warned_of(pictures):
 def test_own_network_from_a_file():
     Path("mine.py").write_text("import tribe\ndef net():\n    return tribe.models.create('compact')\n")
     weights = tribe.models.find("compact", "mnist", "nowhere")
-    result = tribe_run(*SHORT, "--model", "mine.py:net", "--weights", weights, "--methods", "source", "--json", "-")
-    assert result.exit_code == 0, result.output
+    result = play(*SHORT, "--model", "mine.py:net", "--weights", weights, "--methods", "source", "--json", "-")
     named = tribe_run(*SHORT, "--methods", "source", "--json", "-")
     errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
     assert errors[0] == errors[1]
@@ -264,8 +257,7 @@ def test_own_network_that_names_its_classifier():
     refused = tribe_run(*TINY, "--model", "mine.py:net", "--methods", "lame", "--out", "out")
     assert refused.exit_code == 2
     assert "tribe.Backbone(model, classifier=...)" in message(refused)
-    result = tribe_run(*TINY, "--model", "mine.py:with_classifier", "--methods", "lame", "--out", "out", "--json", "-")
-    assert result.exit_code == 0, result.output
+    result = play(*TINY, "--model", "mine.py:with_classifier", "--methods", "lame", "--out", "out", "--json", "-")
     named = tribe_run(*TINY, "--methods", "lame", "--out", "named", "--json", "-")
     errors = [json.loads(r.stdout)["results"][0]["instance_error"] for r in (result, named)]
     assert errors[0] == errors[1]
@@ -319,21 +311,20 @@ def contents(folder):
 
 
 def test_other_settings_are_another_result_and_the_same_are_found():
-    def play(*options):
-        result = tribe_run(*TINY, "--json", "-", *options)
-        assert result.exit_code == 0, result.output
+    def rows(*options):
+        result = play(*TINY, "--json", "-", *options)
         return result, {row["id"] for row in json.loads(result.stdout)["results"]}
 
-    _, ids = play("--methods", "source,bn")
+    _, ids = rows("--methods", "source,bn")
     before = contents("runs")
     for options in (("--set", "scenario.imbalance=10"), ("--set", "batch=32"), ("--set", "precision=bf16")):
-        ids |= play("--methods", "source", *options)[1]
-    ids |= play("--methods", "source", "--set", "dataset.severities=3")[1]
-    ids |= play("--methods", "source,tent", "--set", "tent.lr=0.5")[1]
+        ids |= rows("--methods", "source", *options)[1]
+    ids |= rows("--methods", "source", "--set", "dataset.severities=3")[1]
+    ids |= rows("--methods", "source,tent", "--set", "tent.lr=0.5")[1]
     assert len(ids) == 7
     assert ids == {result.experiment.id for result in finished("runs")}
     weights = tribe.models.find("compact", "mnist", "nowhere")
-    result, same = play(
+    result, same = rows(
         "--methods",
         "bn,source",
         "--set",
@@ -350,14 +341,13 @@ def test_other_settings_are_another_result_and_the_same_are_found():
 
 
 def test_force_computes_anew():
-    def play(*options):
-        result = tribe_run(*TINY, "--methods", "source", "--out", "out", *options)
-        assert result.exit_code == 0, result.output
+    def source(*options):
+        result = play(*TINY, "--methods", "source", "--out", "out", *options)
         return result, results("out")["source"]
 
-    _, first = play()
-    found, second = play()
-    forced, third = play("--force")
+    _, first = source()
+    found, second = source()
+    forced, third = source("--force")
     assert "not computed again: source" in message(found)
     assert "not computed again" not in message(forced)
     assert second.environment == first.environment
@@ -369,8 +359,7 @@ def test_a_damaged_line_is_warned_of_and_computed_again():
     assert tribe_run(*TINY, "--methods", "source", "--out", "out").exit_code == 0
     first, path = results("out")["source"], Path("out/live-mnist-c-cpu.jsonl")
     path.write_bytes(path.read_bytes()[:-100] + b"\n")
-    again = tribe_run(*TINY, "--methods", "source", "--out", "out")
-    assert again.exit_code == 0
+    again = play(*TINY, "--methods", "source", "--out", "out")
     assert re.search(r"warning: .*live-mnist-c-cpu.jsonl", message(again))
     assert "UserWarning" not in again.stderr, "a sentence, not a line of code"
     assert results("out")["source"].metrics == first.metrics
@@ -416,8 +405,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
 
 def test_variants_of_a_method_are_results_of_their_own():
     for variant in ("robust-bn", "balanced-bn"):
-        result = tribe_run(*TINY, "--out", "out", "--methods", f"selftrain/{variant}")
-        assert result.exit_code == 0, result.output
+        play(*TINY, "--out", "out", "--methods", f"selftrain/{variant}")
     assert results("out").keys() == {"selftrain/balanced-bn", "selftrain/robust-bn"}
 
 
@@ -668,8 +656,7 @@ class TestSchedule:
         return tribe_command("schedule", *arguments)
 
     def test_it_is_the_stream_that_run_plays(self, played):
-        result = self.run("gli-f", *SHORT, "--seed", 1, "--json", "--out", "plan.npz")
-        assert result.exit_code == 0, result.output
+        result = succeeded(self.run("gli-f", *SHORT, "--seed", 1, "--json", "--out", "plan.npz"))
         planned = json.loads(result.stdout)
         made = record(played[0], "source", 1)
         assert planned["images"] == len(made.label)
@@ -680,8 +667,7 @@ class TestSchedule:
 
     def test_the_table_and_the_picture(self):
         pytest.importorskip("matplotlib")
-        result = self.run("gli-v", *SHORT, "--plot", "plan.png")
-        assert result.exit_code == 0, result.output
+        result = succeeded(self.run("gli-v", *SHORT, "--plot", "plan.png"))
         assert "impulse_noise@5" in result.stdout
         assert re.search(r"BLAKE2b-128\s+[0-9a-f]{32}\b", result.stdout), result.stdout
         assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
@@ -719,8 +705,7 @@ net = Grey()
         Path("mine.py").write_text(self.OWN)
 
     def test_they_are_played_in_order(self):
-        result = tribe_run(*self.OPTIONS, "--scenario", "replay", "--out", "out")
-        assert result.exit_code == 0, result.output
+        result = play(*self.OPTIONS, "--scenario", "replay", "--out", "out")
         assert "no labels" in result.stdout
         made = record("out", "source")
         assert made.domain.tolist() == [0] * 20 + [1] * 10
@@ -747,8 +732,7 @@ net = Grey()
         for path in Path("pictures").rglob("*.png"):
             image.open(path).resize((64, 64)).save(path)
         memories = "note,rotta,selftrain/balanced+memory+st+anchor"
-        result = tribe_run(*self.OPTIONS[:-1], memories, "--scenario", "replay", "--out", "out")
-        assert result.exit_code == 0, result.output
+        play(*self.OPTIONS[:-1], memories, "--scenario", "replay", "--out", "out")
         rooms = {result.experiment.method.fields["room"] for result in finished("out")}
         assert rooms == {3 * 64 * 64}
 
@@ -763,8 +747,7 @@ net = Grey()
         assert result.exit_code == 2
         assert "pictures/monday/03.png" in message(result)
         assert "--set dataset.unreadable=skip" in message(result)
-        result = tribe_run(*self.OPTIONS, "--scenario", "replay", "--set", "dataset.unreadable=skip", "--out", "out")
-        assert result.exit_code == 0, result.output
+        result = play(*self.OPTIONS, "--scenario", "replay", "--set", "dataset.unreadable=skip", "--out", "out")
         assert "skipped: pictures/monday/03.png" in message(result)
         assert len(record("out", "tribe").prediction) == 29
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands import message, tribe_command
+from commands import message, succeeded, tribe_command
 from layouts import write_folder
 from processes import Touches, ended, interrupted
 from tribe.experiments.store import finished
@@ -40,8 +40,7 @@ def assert_drawn(path, *words):
 
 def test_a_grid_and_the_same_again():
     grid = ("--grid", "tent.lr=0,1e-3", "--grid", "batch=32,64", *TENT)
-    result = sweep(*grid, "--json", "summary.json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(sweep(*grid, "--json", "summary.json"))
     report = json.loads(Path("summary.json").read_text())
     assert [point["fields"] for point in report["points"]] == [
         {"tent.lr": lr, "batch": batch} for lr in (0, 1e-3) for batch in (32, 64)
@@ -91,8 +90,7 @@ def test_a_sweep_that_was_stopped_goes_on():
 
 
 def test_points_on_different_streams_have_no_best():
-    result = sweep("--grid", "scenario.imbalance=1e6,1e5", "--method", "source", *TINY[:2])
-    assert result.exit_code == 0, result.output
+    result = succeeded(sweep("--grid", "scenario.imbalance=1e6,1e5", "--method", "source", *TINY[:2]))
     assert "no best point: the points were played on 2 different streams" in result.stdout
 
 

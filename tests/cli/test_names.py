@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tribe
-from commands import message, tribe_command
+from commands import message, succeeded, tribe_command
 from reproduction import render
 from reproduction.chart import draw_chart
 from reproduction.compare import Comparison, Entry
@@ -73,8 +73,7 @@ def pictures():
 
 def test_tables_and_charts_of_a_folder_show_the_names_of_classes(pictures, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
-    result = tribe_command("schedule", "iid", "--dataset", "folder", "--data", "pictures")
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_command("schedule", "iid", "--dataset", "folder", "--data", "pictures"))
     assert_shown(result.stdout, (*NAMES_OF_FOLDERS, "day\x1b"))
 
 
@@ -187,6 +186,5 @@ def test_a_diff_shows_names(tmp_path):
     one.save("a.npz")
     fields = {"name": NASTY[5], "fields": {NASTY[7]: [NASTY[3]], NASTY[6]: NASTY[8]}}
     one._replace(prediction=one.label, spec={**one.spec, "method": fields}).save("b.npz")
-    result = tribe_command("diff", "a.npz", "b.npz")
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_command("diff", "a.npz", "b.npz"))
     assert_shown(result.stdout, (*NASTY[:6], NASTY[8]))

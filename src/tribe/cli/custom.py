@@ -28,35 +28,29 @@ class ComponentKind(NamedTuple):
 
     registry: Registry[Any]
     expected: str  # for error messages
-    fits: Callable[[Any], bool]  # whether an object is a component of this kind
+    base: type = object
+    members: tuple[str, ...] = ()  # of a dataclass; a field without a default is not a class attribute
 
-
-def _is_subclass_of(base: type) -> Callable[[Any], bool]:
-    return lambda found: isinstance(found, type) and issubclass(found, base) and found is not base
-
-
-def _has_members(*names: str) -> Callable[[Any], bool]:
-    """Return whether a class is a dataclass with these members; a field without a default is not a class attribute."""
-
-    def fits(found: Any) -> bool:
-        if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    def fits(self, found: Any) -> bool:
+        """Return whether an object is a component of this kind."""
+        if not isinstance(found, type) or not issubclass(found, self.base) or found is self.base:
             return False
-        return set(names) <= {*dir(found), *(field.name for field in dataclasses.fields(found))}
+        if not self.members or not dataclasses.is_dataclass(found):
+            return not self.members
+        return {*self.members} <= {*dir(found), *(field.name for field in dataclasses.fields(found))}
 
-    return fits
 
-
-METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", _is_subclass_of(Method))
-SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", _is_subclass_of(Scenario))
+METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", Method)
+SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", Scenario)
 DATASET = ComponentKind(
     tribe.datasets.registry,
     "a dataclass with classes, domains, labels(domain), images(domain, index)",
-    _has_members("classes", "domains", "labels", "images"),
+    members=("classes", "domains", "labels", "images"),
 )
 NORM = ComponentKind(
     tribe.norms.registry,
     "a frozen dataclass with classes, observes and __call__",
-    _has_members("classes", "observes", "__call__"),
+    members=("classes", "observes", "__call__"),
 )
 
 
@@ -127,9 +121,14 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
     if file is not None and not file.is_file():
         raise ValueError(f"no file at {file}")
     try:
-        module = import_package(place) if file is None else import_file(file)
+        if file is None:
+            sys.path.insert(0, "")  # the working directory, which is not on the path of an installed command
+        module = importlib.import_module(place) if file is None else import_file(file)
     except (Exception, SystemExit) as error:  # the code of the module may raise anything
-        raise ValueError(f"importing {place} failed: {describe_error(error)}{_line(error, file)}") from error
+        name = "" if file is None else str(file.absolute())
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
+        at = f", at {file}:{lines[-1]}" if lines else ""
+        raise ValueError(f"importing {place} failed: {describe_error(error)}{at}") from error
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:
@@ -137,20 +136,7 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
         raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, names)}") from None
 
 
-def _line(error: BaseException, file: Path | None) -> str:
-    """Return the last line of a file that an error passed through, as text; empty if there is none."""
-    name = "" if file is None else str(file.absolute())
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
-    return f", at {file}:{lines[-1]}" if lines else ""
-
-
 def import_file(path: Path) -> ModuleType:
     """Import a file as a module."""
     # Each path has its own module name: pickle and dataclasses find the module of a class by this name.
     return from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")
-
-
-def import_package(name: str) -> ModuleType:
-    """Import a module by its name, as a script in the working directory would."""
-    sys.path.insert(0, "")  # the working directory, which is not on the path of an installed command
-    return importlib.import_module(name)

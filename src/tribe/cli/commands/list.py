@@ -52,15 +52,21 @@ def list_components(
 def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
     """Return a component as plain data; a field without ``default`` is required."""
     cls = registry.get(name)
+    alone = sum(registry.get(other).__module__ == cls.__module__ for other in registry.names()) == 1
+    text = (inspect.getdoc(sys.modules[cls.__module__]) if alone else None) or inspect.getdoc(cls) or ""
+    fields: dict[str, dict[str, Any]] = {}
+    for field in dataclasses.fields(cls):
+        if field.init:
+            fields[field.name] = {"type": inspect.formatannotation(field.type)}
+            if field.default_factory is not dataclasses.MISSING:
+                fields[field.name]["default"] = field.default_factory()
+            elif field.default is not dataclasses.MISSING:
+                fields[field.name]["default"] = field.default
     return {
         "name": name,
-        "summary": summary(cls, registry),
+        "summary": text.partition("\n")[0],  # of its file, or of the class where a file has several components
         "paper": getattr(cls, "paper", None),
-        "fields": {
-            field.name: {**_default(field), "type": inspect.formatannotation(field.type)}
-            for field in dataclasses.fields(cls)
-            if field.init
-        },
+        "fields": fields,
         "presets": getattr(cls, "presets", {}),
         "variants": getattr(cls, "variants", {}) if registry is methods.registry else {},
         "needs": getattr(cls, "needs", None),
@@ -76,38 +82,22 @@ def describe_corruption(name: str) -> dict[str, Any]:
     return {"name": name, "summary": text.partition("\n")[0], **empty}
 
 
-def summary(cls: type, registry: Registry[Any]) -> str:
-    """Return the idea in one line: of the module, or of the class if the module has several components."""
-    neighbours = [name for name in registry.names() if registry.get(name).__module__ == cls.__module__]
-    file = inspect.getdoc(sys.modules[cls.__module__]) if len(neighbours) == 1 else None
-    return (file or inspect.getdoc(cls) or "").partition("\n")[0]
-
-
-def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    if field.default_factory is not dataclasses.MISSING:
-        return {"default": field.default_factory()}
-    return {} if field.default is dataclasses.MISSING else {"default": field.default}
-
-
 def table(components: list[dict[str, Any]]) -> Table:
     """Return the components as a table."""
     papers, settings = (any(c[key] for c in components) for key in ("paper", "fields"))
     grid = Table("name", "idea", *["paper"] * papers, *["fields"] * settings, show_lines=True)
     for c in components:
         fields = "\n".join(_field_text(name, field) for name, field in c["fields"].items())
-        cells = [_idea(c), *[c["paper"] or ""] * papers, *[fields] * settings]
+        idea = [c["summary"]]
+        if c["needs"]:
+            idea.append(f"needs {c['needs']}: tribe source {c['name']}")
+        if c["variants"]:
+            idea.append(f"variants, as in {c['name']}/{next(iter(c['variants']))}: {', '.join(c['variants'])}")
+        cells = ["\n\n".join(idea), *[c["paper"] or ""] * papers, *[fields] * settings]
         grid.add_row(
             Text(printable(c["name"]), "bold"), *(Text(printable(cell, keep="\n")) for cell in cells)
         )  # brackets in defaults are not markup
     return grid
-
-
-def _idea(component: dict[str, Any]) -> str:
-    """Return the idea, the source knowledge it needs, and the variants."""
-    name, needs, variants = (component[key] for key in ("name", "needs", "variants"))
-    notes = [f"needs {needs}: tribe source {name}"] if needs else []
-    notes += [f"variants, as in {name}/{next(iter(variants))}: {', '.join(variants)}"] if variants else []
-    return "\n\n".join((component["summary"], *notes))
 
 
 def _field_text(name: str, field: dict[str, Any]) -> str:

@@ -80,24 +80,31 @@ def source(
             make, adapts = _study, tribe.methods.parse(method_name(method)).alone
             owner = adapts
         source = SourceImages(make_workbench(model, weights, data, device), model, name, images, batch, seed)
-        target = out or knowledge_path(owner, model, name, source.root)
+        root = source.workbench.root(tribe.datasets.get(name))
+        target = out or knowledge_path(owner, model, name, root)
         makes_folder = target.parent.name == FOLDER
         check_folder(target.parent) if makes_folder else check_file(target)
         knowledge, fields, title = make(source, adapts, parse_overrides(settings, ("dataset", "model", adapts)))
         if out is None:  # where `tribe run` searches
-            target = knowledge_path(owner, model, name, source.root, fields)
+            target = knowledge_path(owner, model, name, root, fields)
         if makes_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
         knowledge.save(target)
+    size = target.stat().st_size
     if as_json:
-        print_json({**_describe(knowledge), "path": str(target), "bytes": target.stat().st_size})
+        shapes = {
+            name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+            for name, t in knowledge.tensors.items()
+        }
+        made = {"method": knowledge.method, "tensors": shapes, "spec": dict(knowledge.spec), "digest": knowledge.digest}
+        print_json({**made, "path": str(target), "bytes": size})
         return
     tensors = [f"{name} {tuple(t.shape)}" for name, t in knowledge.tensors.items()]
     more = f" and {len(tensors) - SHOWN} more" if len(tensors) > SHOWN else ""
     for line in (
         f"{method} on {model}, {name}, {knowledge.spec['images']:,} images: {title}",
         f"holds {', '.join(tensors[:SHOWN])}{more}",
-        f"{target}, {target.stat().st_size:,} bytes",
+        f"{target}, {size:,} bytes",
     ):
         Console().print(line, soft_wrap=True, highlight=False, markup=False)
 
@@ -111,11 +118,6 @@ class SourceImages(NamedTuple):
     images: int | None  # how many; None: the default of what learns
     batch: int
     seed: int
-
-    @property
-    def root(self) -> Path:
-        """The root of all data."""
-        return self.workbench.root(tribe.datasets.get(self.dataset))
 
     def prepare(self, part: str, overrides: Overrides) -> tuple[Dataset, Backbone]:
         """Return the clean images of a part, train or test (all, if there are no parts), and the network."""
@@ -201,9 +203,9 @@ class Batches:
         self._domain = torch.cat([torch.full_like(y, i) for i, y in enumerate(labels)])
         self._index = torch.cat([torch.arange(len(y)) for y in labels])
         order = torch.randperm(len(self._label), generator=torch.Generator().manual_seed(seed))[:most]
-        batches = order.split(batch)
-        short = len(batches) > 1 and len(batches[-1]) < batch and not whole
-        self._batches = batches[:-1] if short else batches
+        self._batches = order.split(batch)
+        if len(self._batches) > 1 and len(self._batches[-1]) < batch and not whole:
+            self._batches = self._batches[:-1]
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -224,11 +226,3 @@ class Batches:
     def _read(self, domain: int, batch: Tensor) -> tuple[Tensor, Tensor]:
         mine = batch[self._domain[batch] == domain]
         return self.dataset.images(self.dataset.domains[domain], self._index[mine]), self._label[mine]
-
-
-def _describe(knowledge: Knowledge) -> dict[str, object]:
-    tensors = {
-        name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-        for name, t in knowledge.tensors.items()
-    }
-    return {"method": knowledge.method, "tensors": tensors, "spec": dict(knowledge.spec), "digest": knowledge.digest}
