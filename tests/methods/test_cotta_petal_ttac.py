@@ -520,20 +520,6 @@ def test_what_is_exported_predicts_as_the_plain_pass_does(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_saved_adapters_go_on_where_they_were(name, tmp_path):
-    model, method = small_network(), create(name)
-    adapter = tribe.adapt(model, method, seed=7)
-    for x in batches(2):
-        adapter(x[0])
-    adapter.save(tmp_path / "state.safetensors")
-    known = {} if method.needs is None else {"knowledge": method.knowledge}
-    resumed = tribe.load(tmp_path / "state.safetensors", model, **known)
-    x = images(1, 6, 5)[0]
-    assert torch.equal(adapter(x), resumed(x))
-    assert adapter.digest() == resumed.digest()
-
-
-@pytest.mark.parametrize("name", ALL)
 def test_autocast_is_taken(name):
     net = Backbone(small_network())
     method = create(name)

@@ -64,7 +64,9 @@ class Cmf(Roid):
 
     def ensemble(self, net: Backbone, state: CmfState) -> CmfState:
         """Return one step of the filter."""
-        q = min(self.q * _learned(net) / PARAMETERS, 1.0)
+        scales_and_shifts = ((slot, getattr(slot.layer, name)) for slot in net.slots for name in Affine._fields)
+        learned = sum(slot.channels for slot, parameter in scales_and_shifts if parameter is not None)
+        q = min(self.q * learned / PARAMETERS, 1.0)
         variance = self.alpha**2 * state.variance + q
         beta = ((1 - q) / (variance + (1 - q)).clamp_min(torch.finfo(variance.dtype).tiny)).clamp_min(0.89)
         beta = torch.where(beta < 0.9999, beta, 1)
@@ -76,8 +78,3 @@ class Cmf(Roid):
         hidden = tree_map(updated, state.hidden, net.source()[0], state.affine)
         affine = tree_map(lambda p, h: self.gamma * p + (1 - self.gamma) * h, state.affine, hidden)
         return state._replace(affine=affine, hidden=hidden, variance=beta * variance)
-
-
-def _learned(net: Backbone) -> int:
-    """Return the number of scales and shifts that the network has."""
-    return sum(slot.channels for slot in net.slots for name in Affine._fields if getattr(slot.layer, name) is not None)

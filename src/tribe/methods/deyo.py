@@ -127,7 +127,5 @@ def shuffled(x: Tensor, patches: int, key: Key) -> Tensor:
 
 
 def _resized(images: Tensor, size: list[int]) -> Tensor:
-    bigger = interpolate(
-        images.to(accumulation_dtype(images.dtype)), size, mode="bilinear", antialias=True, align_corners=False
-    )
-    return bigger.to(images.dtype)
+    exact = images.to(accumulation_dtype(images.dtype))
+    return interpolate(exact, size, mode="bilinear", antialias=True, align_corners=False).to(images.dtype)

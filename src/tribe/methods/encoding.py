@@ -8,7 +8,7 @@ from typing import Any
 from tribe.core.augment import Augment
 from tribe.io.states import STATE, StateFileError
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods import AnyMethod, Pipeline, create, get, get_fields
+from tribe.methods import AnyMethod, create, get, get_fields
 
 
 def encode_fields(component: Any) -> dict[str, Any]:
@@ -17,13 +17,7 @@ def encode_fields(component: Any) -> dict[str, Any]:
     Source knowledge becomes ``{"knowledge": digest}``, an augmentation ``{"augment": fields}``, any other callable
     ``{"callable": name}``, since no file can hold it. All other values stay as they are.
     """
-    return {name: _encode(value) for name, value in _fields(component).items()}
-
-
-def _fields(component: Any) -> dict[str, Any]:
-    if isinstance(component, Pipeline):
-        return get_fields(component)
-    return {field.name: getattr(component, field.name) for field in dataclasses.fields(component)}
+    return {name: _encode(value) for name, value in get_fields(component).items()}
 
 
 def _encode(value: Any) -> Any:

@@ -83,9 +83,8 @@ class Lame(Source):
     def _compare(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> tuple[Tensor, Neighbours]:
         """Return the source's -log p of each image (S, B, K), and its neighbours."""
         output = net(batch.x, *batch.deploy(net, state), valid=batch.valid)
-        return -(losses.probabilities(output.logits) + 1e-10).log(), nearest(
-            features_of(self, output), batch.valid, self.neighbours
-        )
+        near = nearest(features_of(self, output), batch.valid, self.neighbours)
+        return -(losses.probabilities(output.logits) + 1e-10).log(), near
 
     def _settle(self, unary: Tensor, near: Neighbours, valid: Tensor) -> Tensor:
         """Iterate each stream until its energy converges; a stream that has converged stays."""

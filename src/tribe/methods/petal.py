@@ -54,7 +54,11 @@ class Petal(AveragedTeacher):
     def regularised(self, layout: WeightLayout, state: CottaState, grads: Parameters) -> Parameters:
         """Add the gradient towards the posterior's mean, stronger where its variance is small."""
         assert isinstance(self.knowledge, Knowledge)
-        mean, var = self._posterior(layout, self.knowledge.on(layout.net))
+        known = self.knowledge.on(layout.net)
+        mean, var = (
+            layout.pack({name.removeprefix(kind): t for name, t in known.items() if name.startswith(kind)})
+            for kind in ("mean/", "var/")
+        )
 
         def add_term(g: Tensor, theta: Tensor, m: Tensor, v: Tensor) -> Tensor:
             return torch.addcdiv(g, theta - m, v + EPS, value=self.spw)
@@ -99,14 +103,6 @@ class Petal(AveragedTeacher):
         settings = {name: getattr(self, name) for name in ("swag_lr", "swag_momentum", "swag_every")}
         made = {"images": images, "snapshots": snapshots, **settings}
         return Knowledge(self.name, named(layout.unpack(mean), layout.unpack(var)), net.fingerprint(exact=False), made)
-
-    @staticmethod
-    def _posterior(layout: WeightLayout, tensors: Mapping[str, Tensor]) -> tuple[Parameters, Parameters]:
-        mean, var = (
-            layout.pack({name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)})
-            for kind in ("mean/", "var/")
-        )
-        return mean, var
 
 
 def named(mean: Mapping[str, Tensor], var: Mapping[str, Tensor]) -> dict[str, Tensor]:

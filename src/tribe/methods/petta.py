@@ -23,23 +23,14 @@ from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses, memory, optim
 from tribe.core.augment import Augment, View, view
+from tribe.core.backbone import Backbone
 from tribe.core.graphs import segment
 from tribe.core.memory import Timely
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import (
-    Agreement,
-    Backbone,
-    Deployed,
-    MemoryMethod,
-    ScreenedBatch,
-    Update,
-    finite,
-    mask_logits,
-    register,
-)
+from tribe.methods import Agreement, Deployed, MemoryMethod, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.methods.method import features_of, require_features
 from tribe.methods.rotta import Branch
 from tribe.norms.batch import Robust
@@ -163,8 +154,7 @@ class Petta(MemoryMethod):
         labels = p.argmax(-1)
         member = _members(labels, self.class_count) & counts.unsqueeze(-1)  # (S, B, K)
         gamma = self._divergence(net, state.mean, member.any(1))
-        features = features_of(self, output).to(state.mean.dtype)
-        mean = state.mean + self.nu * _shift(state.mean, features, member)
+        mean = state.mean + self.nu * _shift(state.mean, features_of(self, output).to(state.mean.dtype), member)
         return PettaPrediction(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
 
     def _divergence(self, net: Backbone, mean: Tensor, present: Tensor) -> Tensor:

@@ -253,10 +253,7 @@ def with_fields(method: AnyMethod, **fields: Any) -> AnyMethod:
     return Pipeline(**changed)
 
 
-def get_fields(method: AnyMethod) -> dict[str, Any]:
-    """Return the values of all fields, by name: those of a method alone, or of all parts of a pipeline."""
-    return {
-        field.name: getattr(part, field.name)
-        for part in Pipeline.of(method).parts
-        for field in dataclasses.fields(part)
-    }
+def get_fields(component: Any) -> dict[str, Any]:
+    """Return the values of all fields, by name: those of a component, or of all parts of a pipeline."""
+    parts = component.parts if isinstance(component, Pipeline) else (component,)
+    return {field.name: getattr(part, field.name) for part in parts for field in dataclasses.fields(part)}

@@ -20,18 +20,8 @@ from tribe.core import losses, memory, optim
 from tribe.core.augment import Augment, View, view
 from tribe.core.memory import Timely
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.methods import (
-    Agreement,
-    Backbone,
-    Deployed,
-    Frozen,
-    Key,
-    MemoryMethod,
-    Robust,
-    ScreenedBatch,
-    Update,
-    register,
-)
+from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, MemoryMethod, ScreenedBatch, Update, register
+from tribe.norms.batch import Robust
 
 
 class Branch(NamedTuple):

@@ -15,28 +15,13 @@ from torch import Tensor, nn
 from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.moments import accumulation_dtype
+from tribe.core.state import Affine, Info
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import (
-    Affine,
-    Backbone,
-    Deployed,
-    Frozen,
-    Info,
-    Key,
-    Method,
-    PerBatch,
-    ScreenedBatch,
-    Update,
-    register,
-)
+from tribe.methods import Backbone, Deployed, Frozen, Key, Method, PerBatch, ScreenedBatch, Update, register
 from tribe.methods.method import features_of, require_features
 from tribe.norms import Norm
 
 LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
-TOO_LARGE = (
-    "TTAC keeps a covariance of {f} x {f} features for each of {k} classes: {n:.1f} GB a stream, more than "
-    "{limit:.0f}. class_aware=False aligns all features together, without classes"
-)
 
 # The tensors of TTAC's source knowledge; K is 0 if it was studied without classes.
 SHAPES = {"mean": "F", "cov": "FF", "class_mean": "KF", "class_cov": "KFF"}
@@ -115,17 +100,12 @@ class Ttac(Method):
             for name in ("class_mean", "class_cov")
         )
         params = WeightLayout(net, without=nn.Linear).source(streams)
-        return TtacState(
-            *params,
-            optim.adam_init(params),
-            Gaussians(mean, cov, _zeros(net, streams, classes)),
-            Gaussians(
-                params.weights.new_zeros(streams, 1, features),
-                params.weights.new_zeros(streams, 1, features, features),
-                _zeros(net, streams, 1),
-            ),
-            *self.new_key_and_info(net, streams, seed),
-        )
+        key, info = self.new_key_and_info(net, streams, seed)
+        clusters = Gaussians(mean, cov, key.clock.new_zeros(streams, classes))
+        no_mean = params.weights.new_zeros(streams, 1, features)
+        no_cov = params.weights.new_zeros(streams, 1, features, features)
+        whole = Gaussians(no_mean, no_cov, key.clock.new_zeros(streams, 1))
+        return TtacState(*params, optim.adam_init(params), clusters, whole, key, info)
 
     def _check(self, known: dict[str, Tensor]) -> None:
         assert isinstance(self.knowledge, Knowledge)
@@ -264,7 +244,12 @@ class Sums:
 
     def __init__(self, classes: int, like: Tensor) -> None:
         self.features = like.shape[1]
-        _check_size(classes, self.features)
+        if (numbers := classes * self.features**2) > LIMIT:
+            raise ValueError(
+                f"TTAC keeps a covariance of {self.features} x {self.features} features for each of {classes} classes: "
+                f"{numbers * 4 / 1e9:.1f} GB a stream, more than {LIMIT * 4 / 1e9:.0f}. class_aware=False aligns all "
+                "features together, without classes"
+            )
         exact = torch.float32 if like.device.type == "mps" else torch.float64
         self.count = torch.zeros(classes + 1, dtype=exact, device=like.device)
         self.first = self.count.new_zeros(classes + 1, self.features)
@@ -290,17 +275,6 @@ class Sums:
         mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])
         tensors = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}
         return {name: t.to(dtype).clone() for name, t in tensors.items()}
-
-
-def _check_size(classes: int, features: int) -> None:
-    numbers = classes * features**2
-    if numbers > LIMIT:
-        size = {"f": features, "k": classes, "n": numbers * 4 / 1e9, "limit": LIMIT * 4 / 1e9}
-        raise ValueError(TOO_LARGE.format(**size))
-
-
-def _zeros(net: Backbone, *shape: int) -> Tensor:
-    return torch.zeros(shape, dtype=torch.int64, device=net.device)
 
 
 def _stack(streams: list[Gaussians]) -> Gaussians:
