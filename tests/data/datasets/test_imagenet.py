@@ -78,9 +78,7 @@ def test_the_variants_of_imagenet_v2_are_domains(root):
     data = made("imagenet-v2", root, variants=("top-images", "matched-frequency"))
     assert data.domains == ("top-images", "matched-frequency")
     assert torch.equal(data.labels("top-images"), data.labels("matched-frequency"))
-    with pytest.raises(
-        MissingData, match=r"imagenetv2-threshold0\.7-format-val.*main/imagenetv2-threshold0\.7\.tar\.gz"
-    ):
+    with pytest.raises(MissingData, match=r"main/imagenetv2-threshold0\.7\.tar\.gz"):
         made("imagenet-v2", root, variants=("threshold0.7",)).labels("threshold0.7")
     with pytest.raises(ValueError, match="unknown variant 'top'"):
         made("imagenet-v2", root, variants=("top",))
@@ -122,15 +120,6 @@ def test_cropped_images_stay_as_they_are(tmp_path):
     assert torch.equal((imagenet(tmp_path).images("clean", torch.tensor([0]))[0] * 255).round().byte(), resized)
 
 
-@pytest.mark.parametrize("mode", ["L", "CMYK"])
-def test_grey_and_printers_colours_are_converted(mode, root):
-    path = root / "imagenet/val" / WNIDS[0] / "0.JPEG"
-    picture(np.random.default_rng(5), 240, 260).convert(mode).save(path)
-    image = made("imagenet", root).images("clean", torch.tensor([0]))
-    assert image.shape == (1, 3, 224, 224)
-    assert image.std() > 0
-
-
 def test_what_cannot_be_read_is_named_or_skipped(root):
     folder = root / "imagenet/val" / WNIDS[0]
     (folder / "0.JPEG").write_bytes(layouts.jpegs("RGB")[0][:700])
@@ -153,9 +142,7 @@ def test_the_folder_of_the_classes_may_be_named_itself(root):
     (root / "imagenet/val").rename(root / "elsewhere")
     assert imagenet(root / "elsewhere").classes == whole.classes
     assert Workbench(root, "cpu").root(datasets.get("imagenet")) == root
-    assert Workbench(root / "elsewhere", "cpu").root(datasets.get("imagenet")) != root / "elsewhere", (
-        "no place for files"
-    )
+    assert Workbench(root / "elsewhere", "cpu").root(datasets.get("imagenet")) != root / "elsewhere", "not for files"
 
 
 CAT = f"holds a folder 'cat', which is not a class of ImageNet; expected .*{WNIDS[0]}.*--dataset folder --data ROOT"
@@ -171,11 +158,7 @@ BAD = {
     "nothing": (lambda val: shutil.rmtree(val.parent), MissingData, "imagenet/val or .*image-net.org"),
     "empty": (lambda val: [shutil.rmtree(kind) for kind in val.iterdir()], MissingData, "holds no folders; expected"),
     "a class of another set": (lambda val: (val / "cat").mkdir(), ValueError, CAT),
-    "one level too high": (
-        one_level_deeper,
-        ValueError,
-        "holds no class folders, but .*val/all does: name that folder",
-    ),
+    "one level too high": (one_level_deeper, ValueError, "but .*val/all does: name that folder"),
     "a class twice": (lambda val: (val / "0").mkdir(), ValueError, "the same class twice, as '0' and 'n01440764'"),
     "no images": (lambda val: [file.unlink() for file in val.rglob("*.JPEG")], MissingData, "holds no images"),
 }
@@ -249,12 +232,10 @@ def test_only_the_classes_of_the_data_set_are_predicted(root):
 
 def test_a_workbench_restricts_and_keeps_networks_apart(root):
     bench = Workbench(root, "cpu", networks={"mine.py:net": thousand()})
-    nets = {
-        name: bench.network("mine.py:net", made(name, root), {})
-        for name in ("imagenet-r", "imagenet-a", "imagenet-sketch")
-    }
-    assert [net.classes for net in nets.values()] == [2, 2, 3]
-    assert [net.outputs.tolist() for net in nets.values()] == [[1, 281], [0, 1], [0, 1, 281]]
+    names = ("imagenet-r", "imagenet-a", "imagenet-sketch")
+    nets = [bench.network("mine.py:net", made(name, root), {}) for name in names]
+    assert [net.outputs.tolist() for net in nets] == [[1, 281], [0, 1], [0, 1, 281]]
+    assert [net.classes for net in nets] == [2, 2, 3]
 
 
 def test_a_network_that_is_not_restricted_is_refused(root):
@@ -274,8 +255,5 @@ def test_a_network_of_the_same_classes_stays_whole(root):
 def test_outputs_that_are_none(outputs):
     with pytest.raises(ValueError, match="two or more different numbers below 1000; got"):
         Backbone(thousand()).restricted_to(outputs)
-
-
-def test_restricted_twice():
     with pytest.raises(ValueError, match="restricted to 2 outputs already"):
         Backbone(thousand()).restricted_to([1, 2]).restricted_to([0, 1])

@@ -1,6 +1,7 @@
 """Architectures: the configuration of a network, networks by name, and the layers that they share."""
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -44,6 +45,14 @@ class BatchNormReLU(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         """(N, channels, H, W) -> the same shape, not negative."""
         return self.act(super().forward(x))  # type: ignore[no-any-return]
+
+
+class GlobalPool(nn.Module):
+    """The mean over all pixels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, C, H, W) -> (N, C)."""
+        return x.mean((2, 3))
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,10 @@ class Architecture(ABC):
     @abstractmethod
     def network(self) -> nn.Module:
         """Build the network, before its weights are initialised."""
+
+    def sequence(self, **layers: nn.Module) -> nn.Sequential:
+        """Build a network that normalises its images and applies these layers one after the other."""
+        return nn.Sequential(OrderedDict(normalize=input_layer(self.normalize), **layers))
 
 
 registry: Registry[Architecture] = Registry("model")

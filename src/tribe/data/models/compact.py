@@ -5,30 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
-from tribe.data.models.architectures import Architecture, BatchNormReLU, Normalization, input_layer, register
+from tribe.data.models.architectures import Architecture, BatchNormReLU, GlobalPool, register
 
 LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and stride; 28, 14, 14, 14, 7, 7 pixels
-
-
-class Compact(nn.Module):
-    """Convolve, normalise, activate, six times; the mean over pixels; a linear head."""
-
-    def __init__(self, classes: int, channels: int = 1, normalize: Normalization | None = None) -> None:
-        super().__init__()
-        self.normalize = input_layer(normalize)
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        for i, (width, stride) in enumerate(LAYERS):  # three numbers each, because weight files count the ReLU
-            layers[f"{3 * i}"] = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
-            layers[f"{3 * i + 1}"] = BatchNormReLU(width)
-            channels = width
-        self.layers = nn.Sequential(layers)
-        self.fc = nn.Linear(channels, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in [0, 1] -> logits."""
-        return self.fc(self.layers(self.normalize(x)).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("compact")
@@ -43,5 +24,11 @@ class CompactDigits(Architecture):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"compact": {}}
 
     def network(self) -> nn.Module:
-        """Build the network."""
-        return Compact(self.classes, self.channels, self.normalize)
+        """Convolve, normalise, activate, six times; the mean over pixels; a linear head."""
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        channels = self.channels
+        for i, (width, stride) in enumerate(LAYERS):  # three numbers each, because weight files count the ReLU
+            layers[f"{3 * i}"] = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
+            layers[f"{3 * i + 1}"] = BatchNormReLU(width)
+            channels = width
+        return self.sequence(layers=nn.Sequential(layers), pool=GlobalPool(), fc=nn.Linear(channels, self.classes))

@@ -19,8 +19,8 @@ from tribe.data.models.architectures import (
     IMAGENET,
     Architecture,
     BatchNormReLU,
+    GlobalPool,
     Normalization,
-    input_layer,
     register,
 )
 from tribe.fields import require_whole
@@ -93,29 +93,6 @@ STAGES: Mapping[int, tuple[Callable[[int, int, int], nn.Module], int, tuple[int,
 }
 
 
-class ResNet(nn.Module):
-    """A 7x7 stem that quarters the image, then four stages of 64, 128, 256 and 512 channels (times the expansion)."""
-
-    def __init__(self, depth: int, classes: int, channels: int = 3, normalize: Normalization | None = IMAGENET) -> None:
-        super().__init__()
-        block, expansion, (first, second, third, fourth) = STAGES[depth]
-        self.normalize = input_layer(normalize)
-        self.conv1 = nn.Conv2d(channels, 64, 7, 2, 3, bias=False)
-        self.bn1 = BatchNormReLU(64)
-        self.layer1 = stage(block, 64, 64, 1, first, expansion)
-        self.layer2 = stage(block, 64 * expansion, 128, 2, second, expansion)
-        self.layer3 = stage(block, 128 * expansion, 256, 2, third, expansion)
-        self.layer4 = stage(block, 256 * expansion, 512, 2, fourth, expansion)
-        self.fc = nn.Linear(512 * expansion, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in [0, 1] -> logits."""
-        x = self.bn1(self.conv1(self.normalize(x)))
-        x = F.max_pool2d(x, 3, 2, 1)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
-        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
-
-
 @register("resnet")
 @dataclass(frozen=True)
 class TorchvisionResNet(Architecture):
@@ -148,8 +125,19 @@ class TorchvisionResNet(Architecture):
         return self.channels, size, size
 
     def network(self) -> nn.Module:
-        """Build the network."""
-        return ResNet(self.depth, self.classes, self.channels, self.normalize)
+        """A 7x7 stem that quarters the image, then stages of 64, 128, 256 and 512 channels (times the expansion)."""
+        block, expansion, (first, second, third, fourth) = STAGES[self.depth]
+        return self.sequence(
+            conv1=nn.Conv2d(self.channels, 64, 7, 2, 3, bias=False),
+            bn1=BatchNormReLU(64),
+            maxpool=nn.MaxPool2d(3, 2, 1),
+            layer1=stage(block, 64, 64, 1, first, expansion),
+            layer2=stage(block, 64 * expansion, 128, 2, second, expansion),
+            layer3=stage(block, 128 * expansion, 256, 2, third, expansion),
+            layer4=stage(block, 256 * expansion, 512, 2, fourth, expansion),
+            pool=GlobalPool(),
+            fc=nn.Linear(512 * expansion, self.classes),
+        )
 
 
 # --- small: for CIFAR -------------------------------------------------------------------------------------------------
@@ -175,27 +163,6 @@ class SmallBlock(nn.Module):
         return F.relu(x + y, inplace=True)
 
 
-class SmallResNet(nn.Module):
-    """Three stages of 16, 32 and 64 channels."""
-
-    def __init__(self, depth: int, classes: int, channels: int = 3, normalize: Normalization | None = IMAGENET) -> None:
-        super().__init__()
-        blocks = (depth - 2) // 6
-        self.normalize = input_layer(normalize)
-        self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
-        self.bn1 = BatchNormReLU(16)
-        self.layer1 = stage(SmallBlock, 16, 16, 1, blocks)
-        self.layer2 = stage(SmallBlock, 16, 32, 2, blocks)
-        self.layer3 = stage(SmallBlock, 32, 64, 2, blocks)
-        self.linear = nn.Linear(64, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in [0, 1] -> logits."""
-        x = self.bn1(self.conv1(self.normalize(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        return self.linear(x.mean((2, 3)))  # type: ignore[no-any-return]
-
-
 @register("resnet_cifar")
 @dataclass(frozen=True)
 class CifarResNet(Architecture):
@@ -217,8 +184,17 @@ class CifarResNet(Architecture):
             raise ValueError(f"the depth of a CIFAR ResNet is 6n + 2, such as 20, 32 or 56; got {self.depth}")
 
     def network(self) -> nn.Module:
-        """Build the network."""
-        return SmallResNet(self.depth, self.classes, self.channels, self.normalize)
+        """Three stages of 16, 32 and 64 channels."""
+        blocks = (self.depth - 2) // 6
+        return self.sequence(
+            conv1=nn.Conv2d(self.channels, 16, 3, 1, 1, bias=False),
+            bn1=BatchNormReLU(16),
+            layer1=stage(SmallBlock, 16, 16, 1, blocks),
+            layer2=stage(SmallBlock, 16, 32, 2, blocks),
+            layer3=stage(SmallBlock, 32, 64, 2, blocks),
+            pool=GlobalPool(),
+            linear=nn.Linear(64, self.classes),
+        )
 
 
 # --- ResNeXt: convolutions in groups ----------------------------------------------------------------------------------
@@ -246,26 +222,6 @@ class GroupedBlock(nn.Module):
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-class ResNeXt29(nn.Module):
-    """Three stages of three blocks with 128, 256 and 512 channels inside, 4 x 32 in the first."""
-
-    def __init__(self, classes: int, channels: int = 3, normalize: Normalization | None = None) -> None:
-        super().__init__()
-        self.normalize = input_layer(normalize)
-        self.conv_1_3x3 = nn.Conv2d(channels, 64, 3, 1, 1, bias=False)
-        self.bn_1 = BatchNormReLU(64)
-        self.stage_1 = stage(GroupedBlock, 64, 128, 1, 3, 2)
-        self.stage_2 = stage(GroupedBlock, 256, 256, 2, 3, 2)
-        self.stage_3 = stage(GroupedBlock, 512, 512, 2, 3, 2)
-        self.classifier = nn.Linear(1024, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in [0, 1] -> logits."""
-        x = self.bn_1(self.conv_1_3x3(self.normalize(x)))
-        x = self.stage_3(self.stage_2(self.stage_1(x)))
-        return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]
-
-
 @register("resnext29")
 @dataclass(frozen=True)
 class ResNeXt(Architecture):
@@ -281,8 +237,16 @@ class ResNeXt(Architecture):
     }
 
     def network(self) -> nn.Module:
-        """Build the network."""
-        return ResNeXt29(self.classes, self.channels, self.normalize)
+        """Three stages of three blocks with 128, 256 and 512 channels inside, 4 x 32 in the first."""
+        return self.sequence(
+            conv_1_3x3=nn.Conv2d(self.channels, 64, 3, 1, 1, bias=False),
+            bn_1=BatchNormReLU(64),
+            stage_1=stage(GroupedBlock, 64, 128, 1, 3, 2),
+            stage_2=stage(GroupedBlock, 256, 256, 2, 3, 2),
+            stage_3=stage(GroupedBlock, 512, 512, 2, 3, 2),
+            pool=GlobalPool(),
+            classifier=nn.Linear(1024, self.classes),
+        )
 
 
 # --- wide: few layers, many channels ----------------------------------------------------------------------------------
@@ -305,29 +269,6 @@ class WideBlock(nn.Module):
         shortcut = x if self.convShortcut is None else self.convShortcut(y)
         y = self.conv2(self.bn2(self.conv1(y)))
         return shortcut + y  # type: ignore[no-any-return]
-
-
-class WideResNet(nn.Module):
-    """Three stages of 16, 32 and 64 times `width` channels."""
-
-    def __init__(
-        self, depth: int, width: int, classes: int, channels: int = 3, normalize: Normalization | None = None
-    ) -> None:
-        super().__init__()
-        blocks = (depth - 4) // 6
-        self.normalize = input_layer(normalize)
-        self.conv1 = nn.Conv2d(channels, 16, 3, 1, 1, bias=False)
-        self.block1 = nn.Sequential(OrderedDict(layer=stage(WideBlock, 16, 16 * width, 1, blocks)))
-        self.block2 = nn.Sequential(OrderedDict(layer=stage(WideBlock, 16 * width, 32 * width, 2, blocks)))
-        self.block3 = nn.Sequential(OrderedDict(layer=stage(WideBlock, 32 * width, 64 * width, 2, blocks)))
-        self.bn1 = BatchNormReLU(64 * width)
-        self.fc = nn.Linear(64 * width, classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Images in [0, 1] -> logits."""
-        x = self.conv1(self.normalize(x))
-        x = self.block3(self.block2(self.block1(x)))
-        return self.fc(self.bn1(x).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 @register("wrn")
@@ -360,5 +301,14 @@ class WRN(Architecture):
             raise ValueError(f"the depth of a wide ResNet is 6n + 4, such as 16, 28 or 40; got {self.depth}")
 
     def network(self) -> nn.Module:
-        """Build the network."""
-        return WideResNet(self.depth, self.width, self.classes, self.channels, self.normalize)
+        """Three stages of 16, 32 and 64 times `width` channels."""
+        blocks, width = (self.depth - 4) // 6, self.width
+        return self.sequence(
+            conv1=nn.Conv2d(self.channels, 16, 3, 1, 1, bias=False),
+            block1=nn.Sequential(OrderedDict(layer=stage(WideBlock, 16, 16 * width, 1, blocks))),
+            block2=nn.Sequential(OrderedDict(layer=stage(WideBlock, 16 * width, 32 * width, 2, blocks))),
+            block3=nn.Sequential(OrderedDict(layer=stage(WideBlock, 32 * width, 64 * width, 2, blocks))),
+            bn1=BatchNormReLU(64 * width),
+            pool=GlobalPool(),
+            fc=nn.Linear(64 * width, self.classes),
+        )
