@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import tribe
+from tribe.core.rules import Frozen, PerBatch
 from tribe.experiments.plots import COLOURS, save
 from tribe.experiments.plots import errors as errors_chart
-from tribe.methods import Balanced, Frozen, PerBatch, Robust
+from tribe.norms.balanced import Balanced
+from tribe.norms.batch import Robust
 
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
 BLACK, BLUE, ORANGE, GREEN = COLOURS[:4]
