@@ -16,6 +16,7 @@ Here is what decides whether a kernel can serve a tensor: callers ask the ``can_
 
 import contextlib
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Iterator
@@ -24,10 +25,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-try:
+INSTALLED = importlib.util.find_spec("triton") is not None  # torch's CPU builds lack it
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LOADED = INSTALLED and (INTERPRETED or torch.cuda.device_count() > 0)  # it loads slowly
+
+if LOADED:
     import triton
     import triton.language as tl
-except ImportError:  # torch's CPU builds lack it: these stand-ins let the kernels' files be imported
+else:  # stand-ins let the kernels' files be imported
 
     class tl:  # type: ignore[no-redef]  # noqa: D101
         constexpr = int
@@ -37,11 +42,7 @@ except ImportError:  # torch's CPU builds lack it: these stand-ins let the kerne
         def jit(kernel: Any) -> Any:  # noqa: D102
             return kernel
 
-    INSTALLED = False
-else:
-    INSTALLED = True
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LINE = 256  # bytes of adjacent channels that a program reads; also how many numbers one takes where there are few
 SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
@@ -87,7 +88,7 @@ def can_run(x: Tensor) -> bool:
 
 def can_launch(x: Tensor) -> bool:
     """Return whether kernels can be launched on the device of this tensor."""
-    if _mode is False or not INSTALLED:
+    if _mode is False or not LOADED:
         return False
     if INTERPRETED:
         return x.device.type == "cpu"
