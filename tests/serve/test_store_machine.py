@@ -268,15 +268,13 @@ class NoFence(SqliteStore):
 class ChecksTooEarly(SqliteStore):
     """The generation is checked before the blob is written, and not when it is committed."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self.early = {}
+    early = {}  # noqa: RUF012 - shared: a paused write goes on in the store that is opened after a crash
 
     def _upload(self, writes):
         uploads = super()._upload(writes)
         with self._ledger.reading() as rows:
             early = {id(write): self._refusal(rows, write) for write, _ in uploads.values()}
-        self.early |= early
+        self.early.update(early)
         return uploads
 
     def _commit(self, uploads):

@@ -214,24 +214,17 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
         if (chosen := _supported(output.parameters).binary_data) is not None:
             binary = chosen
     images = _read_images(head.inputs, content, model)
-    try:
-        stream = _chosen_stream(parameters.sequence_id, stream_header)
+    named = parameters.sequence_id
+    try:  # Triton's clients send 0 or "" for no sequence
+        stream = check_stream_name(str(named), "sequence_id") if named not in (None, "", 0) else None
+        other = check_stream_name(stream_header, "the header x-tribe-stream") if stream_header is not None else stream
         id = check_request_id(head.id) if head.id else None
     except ValueError as error:
         raise BadRequest(str(error)) from None
+    if stream is not None and other != stream:
+        raise BadRequest(f"sequence_id is {stream!r} and the header x-tribe-stream is {other!r}; give one name")
     start, end = parameters.sequence_start, parameters.sequence_end
-    return InferRequest(images, stream, id, start, end, parameters.timeout, parameters.tribe_learn, binary)
-
-
-def _chosen_stream(parameter: str | int | None, header: str | None) -> str | None:
-    """Return the stream that ``sequence_id`` or the header names; Triton's clients send 0 or "" for no sequence."""
-    named = check_stream_name(str(parameter), "sequence_id") if parameter not in (None, "", 0) else None
-    other = check_stream_name(header, "the header x-tribe-stream") if header is not None else None
-    if named is not None and other is not None and named != other:
-        raise ValueError(
-            f"sequence_id is {named!r} and the header x-tribe-stream is {other!r}; give one of them, or one name"
-        )
-    return named if named is not None else other
+    return InferRequest(images, other, id, start, end, parameters.timeout, parameters.tribe_learn, binary)
 
 
 def _supported(parameters: TensorParameters | None) -> TensorParameters:

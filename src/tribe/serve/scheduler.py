@@ -107,7 +107,7 @@ class BatchTimes:
 
     def observe(self, kind: Kind, images: int, seconds: float) -> None:
         """Add the time of a batch, from its launch until its answers are there."""
-        means, size = self._means[kind], _next_power(images)
+        means, size = self._means[kind], 1 << max(0, images - 1).bit_length()  # the next power of two
         mean, deviation, count = means.get(size, (seconds, seconds / 2, 0))
         if count == 1 and seconds < mean:  # a first batch is slow, and then does not count
             mean, deviation = seconds, seconds / 2
@@ -121,16 +121,12 @@ class BatchTimes:
 
         A new size takes the time of the next larger one, or in proportion to the next smaller one.
         """
-        means, size = self._means[kind], _next_power(images)
+        means, size = self._means[kind], 1 << max(0, images - 1).bit_length()  # the next power of two
         if not means:
             return 0.0
         nearest = min((other for other in means if other >= size), default=max(means))
         mean, deviation, _ = means[nearest]
         return max(1.0, size / nearest) * (mean + SPREAD * deviation)
-
-
-def _next_power(images: int) -> int:
-    return 1 << max(0, images - 1).bit_length()
 
 
 Refused = dict[Job, Overloaded]  # requests that get no answer, and why
@@ -312,8 +308,12 @@ class Scheduler:
                 continue
             chosen.append(job)
             size, tightest, shape = size + job.size, until, kind
-        if not chosen or not self._is_due(chosen, size, now):
+        awaited = [job.launch_by for job in chosen if self.queues[job.stream].awaiting]
+        full = len(chosen) >= self.policy.streams or size >= self.policy.images
+        if not awaited and not (chosen and self._has_time_to_learn(now)):
             return []
+        if awaited and not full and min(awaited) > now:
+            return []  # it waits for more requests
         for job in chosen:
             queue = self.queues[job.stream]
             self._move(job, job.state, queued=False)
@@ -337,14 +337,6 @@ class Scheduler:
                     self._queue_prediction(job)
         left = [queue for _, queue in free if queue.jobs]  # limits of the backlog may have emptied some
         yield from (queue.jobs[0] for queue in sorted(left, key=lambda q: (not q.awaiting, q.jobs[0].arrived)))
-
-    def _is_due(self, chosen: list[Job], size: int, now: float) -> bool:
-        """Return whether a batch is launched now; else it waits for more requests, or for predictions."""
-        awaited = [job for job in chosen if self.queues[job.stream].awaiting]
-        if not awaited:
-            return self._has_time_to_learn(now)
-        full = len(chosen) >= self.policy.streams or size >= self.policy.images
-        return full or min(job.launch_by for job in awaited) <= now
 
     def _has_time_to_learn(self, now: float) -> bool:
         """Return whether the backlog may be stepped alone: not under overload, nor while predictions wait."""

@@ -156,10 +156,16 @@ class StreamStore(ABC):
 
     def _upload(self, writes: Sequence[Write]) -> Uploads:
         """Store the blobs, which the ledger does not name yet."""
-        uploads = {write.claim.stream: (write, new_record(write)) for write in writes}
-        require(
-            len(uploads) == len(writes), "each write is of another stream", [write.claim.stream for write in writes]
-        )
+        uploads: dict[str, tuple[Write, StateRecord]] = {}
+        for write in writes:
+            claim, blob, clock, requests = write
+            require(claim.stream not in uploads, "each write is of another stream", claim.stream)
+            require(isinstance(blob, bytes), "a blob is bytes", type(blob).__name__)
+            fits = is_whole(clock, 0) and clock <= LARGEST_CLOCK
+            require(fits, "a clock is a whole number, from 0 to 2^53 - 1", clock)
+            name = f"{stream_hash(claim.stream)}-{claim.generation}-{clock}-{secrets.token_hex(8)}.state"
+            record = StateRecord(claim.generation, int(clock), json.dumps(list(requests)), name, len(blob), 0.0)
+            uploads[claim.stream] = write, record
         self._store_blobs(uploads)
         return uploads
 
@@ -237,15 +243,6 @@ class StreamStore(ABC):
 def _check_lease(lease: float) -> None:
     expected = f"a lease is a number of seconds, more than 0 and at most {LONGEST_LEASE:,.0f}"
     require(is_number(lease) and 0 < lease <= LONGEST_LEASE, expected, lease)
-
-
-def new_record(write: Write) -> StateRecord:
-    """Return the record of a state that is about to be written; the store sets the time of its writing."""
-    claim, blob, clock, requests = write
-    require(isinstance(blob, bytes), "a blob is bytes", type(blob).__name__)
-    require(is_whole(clock, 0) and clock <= LARGEST_CLOCK, "a clock is a whole number, from 0 to 2^53 - 1", clock)
-    name = f"{stream_hash(claim.stream)}-{claim.generation}-{clock}-{secrets.token_hex(8)}.state"
-    return StateRecord(claim.generation, int(clock), json.dumps(list(requests)), name, len(blob), 0.0)
 
 
 def stream_hash(stream: str) -> str:
