@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import tribe
-from studies.play import RESULTS
 from tribe.data.datasets.files import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
@@ -34,6 +33,7 @@ from tribe.serve.server import shorten_collections
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 
+RESULTS = Path(__file__).parent / "results"
 STREAMS = 16
 OVERLOAD = 5  # times the capacity
 CALM = 0.1  # of the capacity with learning, after the overload

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 import uvicorn
 
-from studies.play import RESULTS
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
 from tribe.serve.protocol import InferResult, ModelInfo
 from tribe.serve.server import Listener
 from tribe.serve.service import Service
 
+RESULTS = Path(__file__).parent / "results"
 CLASSES = 10
 SCRIPT = """
 local file = io.open("{body}", "rb")
