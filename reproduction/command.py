@@ -30,7 +30,7 @@ from tribe.data.datasets.manifest import FILE as MANIFEST
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
-from tribe.experiments.store import find, finished
+from tribe.experiments.store import ResultStore, finished
 from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder, write_atomically
@@ -248,7 +248,8 @@ def _name_of(experiment: Experiment) -> str:
 
 def _show_runs(plan: Plan, runs: Path, output: OutputTarget) -> None:
     """Print the runs of a plan, whether they are done, and the time of the others where the like of it was measured."""
-    measured = {_kind(r.experiment): r.values("seconds_per_image") for r in finished(runs)}
+    store = ResultStore(runs)
+    measured = {_kind(r.experiment): r.values("seconds_per_image") for r in store.results()}
     rows: list[dict[str, Any]] = []
     for experiment in plan.experiments:
         images, seconds = _images(experiment), measured.get(_kind(experiment))
@@ -259,7 +260,7 @@ def _show_runs(plan: Plan, runs: Path, output: OutputTarget) -> None:
                 "model": experiment.model.name,
                 "stream": f"{experiment.dataset.name} {stream_name(experiment)}",
                 "images": images,
-                "done": find(experiment, runs) is not None,
+                "done": store.find(experiment) is not None,
                 "minutes": images * max(seconds) / 60 if seconds else None,
             }
         )

@@ -69,7 +69,3 @@ def test_images_without_a_label_are_not_judged():
     assert metrics.instance_error(record([0, 0], [0, -1], [0, 1])) == 0
     with pytest.raises(ValueError, match="no labels"):
         metrics.instance_error(record([0], [-1], [1]))
-
-
-def test_time():
-    assert metrics.seconds_per_image(HAND) == 0.25

@@ -28,7 +28,7 @@ from tribe.experiments.execution import ExperimentRunner, RunSettings, in_groups
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result, find
+from tribe.experiments.store import Result, ResultStore
 from tribe.experiments.workbench import Workbench
 from tribe.experiments.workers import custom_code, make_job, run_job
 
@@ -156,14 +156,6 @@ def test_a_grid_of_twelve_on_two_workers(address, workbench, tmp_path):
         same(one, other)
 
 
-def test_what_is_finished_is_not_run_again(workbench, tmp_path):
-    asked, reports = [small(workbench, "bn"), small(workbench, "source")], []
-    first = run_all(asked, tmp_path, workbench=workbench)
-    again = run_all(asked, tmp_path, workbench=workbench, progress=lambda *report: reports.append(report))
-    assert [r.environment for r in again] == [r.environment for r in first]
-    assert not reports
-
-
 def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
     busy, free, order = small(workbench, "bn"), small(workbench, "source"), []
     (tmp_path / busy.id).mkdir()
@@ -240,7 +232,7 @@ def test_the_method_alone_need_not_be_requested(filtered, separate, played, tmp_
     for one, other in zip(run_all(filtered[1:3], tmp_path), separate[1:3], strict=True):
         same(one, other)
     assert played == ["bn"]
-    same(find(filtered[0], tmp_path), separate[0])
+    same(ResultStore(tmp_path).find(filtered[0]), separate[0])
 
 
 def test_a_shared_play_that_was_stopped_goes_on(filtered, separate, played, tmp_path):

@@ -18,7 +18,7 @@ from tribe import metrics
 from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result, ResultStore, StreamResult, find, finished
+from tribe.experiments.store import Result, ResultStore, StreamResult, finished
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
 
@@ -77,7 +77,7 @@ def test_the_layout(result):
     lines = [json.loads(line) for line in (result.root / PACK).read_text().splitlines()]
     assert [line["seed"] for line in lines] == [0, 1]
     assert {Experiment.from_json(line["spec"], (0, 1)) for line in lines} == {result.experiment}
-    for record in find(result.experiment, result.root).records():
+    for record in ResultStore(result.root).find(result.experiment).records():
         scores = result.metrics[record.spec["seed"]]
         assert record.spec["experiment"] == result.experiment.id
         assert scores["images"] == len(record.label)
@@ -100,7 +100,7 @@ def test_what_is_there_is_not_computed_again(result):
 def test_a_seed_that_is_missing_is_played_alone(result, tmp_path):
     lines = (result.root / PACK).read_text().splitlines(keepends=True)
     (tmp_path / PACK).write_text(lines[1])
-    assert find(result.experiment, tmp_path) is None
+    assert ResultStore(tmp_path).find(result.experiment) is None
     completed = run_experiment(result.experiment, tmp_path)
     assert list(completed.memory) == [0]
     assert completed.metrics == result.metrics
@@ -181,7 +181,7 @@ def test_a_damaged_record_is_named(result, tmp_path):
     for bad in (whole[:-100], b"", (result.folder / "record-1.npz").read_bytes()):
         (folder / "record-0.npz").write_bytes(bad)
         with pytest.raises(ValueError, match=r"record-0\.npz"):
-            find(result.experiment, tmp_path).records()
+            ResultStore(tmp_path).find(result.experiment).records()
 
 
 def test_records_that_cannot_be_written_do_not_cost_the_run(result, tmp_path):
@@ -265,13 +265,13 @@ def edited(result, root, **environment):
 
 def test_a_result_of_other_code_is_stale_and_computed_again(result, tmp_path):
     edited(result, tmp_path, code={**result.environment["code"], "method": "0" * 16})
-    assert stale(find(result.experiment, tmp_path)) == ["method"]
+    assert stale(ResultStore(tmp_path).find(result.experiment)) == ["method"]
     with pytest.warns(UserWarning, match="the method tent"):
         again = run_experiment(result.experiment, tmp_path)
     assert again.metrics == result.metrics
-    assert stale(find(result.experiment, tmp_path)) == []
+    assert stale(ResultStore(tmp_path).find(result.experiment)) == []
     edited(result, tmp_path / "unknown", code={})
-    assert stale(find(result.experiment, tmp_path / "unknown")) == []
+    assert stale(ResultStore(tmp_path / "unknown").find(result.experiment)) == []
 
 
 def test_keep_replaces_what_is_stale_and_leaves_out_paths(result, tmp_path):
@@ -314,7 +314,7 @@ def test_the_second_process_gets_busy_or_waits(workbench, tmp_path):
         assert waiting.is_alive()
         other.stdin.close()
         waiting.join(60)
-    assert find(experiment, tmp_path) is not None
+    assert ResultStore(tmp_path).find(experiment) is not None
     with (folder / ".lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go
 

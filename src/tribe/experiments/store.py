@@ -243,11 +243,6 @@ class ResultStore:
             warnings.warn(f"a line of {path} is left out: {error}", stacklevel=2)
 
 
-def find(experiment: Experiment, root: str | PathLike[str]) -> Result | None:
-    """Return the result of an experiment in a folder of results, if all its streams are there."""
-    return ResultStore(root).find(experiment)
-
-
 def finished(root: str | PathLike[str]) -> Iterator[Result]:
     """Yield all results in a folder of results, in the order of their ids, each with all its seeds."""
     yield from ResultStore(root).results()

@@ -16,28 +16,23 @@ from tribe.io.json_files import Where
 SCHEMA = 1
 KIND = "tribe bench"
 TIME = Where(float, lambda ms: ms > 0, "a positive number")
+OTHER_TYPES: dict[Any, Any] = {  # their schemas; other types of fields are their own schema
+    tuple[int, ...]: [int],
+    dict[str, float]: {...: float},
+    dict[str, Any]: dict,
+    int | None: (int, None),
+    str | None: (str, None),
+}
+
+
+def _schema_of(cls: Any) -> dict[str, Any]:
+    return {field.name: OTHER_TYPES.get(field.type, field.type) for field in dataclasses.fields(cls)}
+
+
 RESULT = {
-    "setting": {
-        **dict.fromkeys(("model", "device", "precision"), str),
-        **dict.fromkeys(("classes", "batch", "streams"), int),
-        **dict.fromkeys(("graphs", "kernels"), bool),
-        "shape": [int],
-        "threads": (int, None),
-    },
-    "rows": [
-        {
-            "name": str,
-            "ms_per_image": TIME,
-            **dict.fromkeys(("spread", "tflops", "share"), float),
-            "times": {...: float},
-            "peak_bytes": (int, None),
-            "state_bytes": int,
-            "capture_disabled_reason": (str, None),
-        }
-    ],
-    "machine": dict,
-    "repeats": int,
-    "matmul_tflops": float,
+    **_schema_of(BenchResult),
+    "setting": _schema_of(Setting),
+    "rows": [{**_schema_of(BenchRow), "ms_per_image": TIME}],
 }
 
 
