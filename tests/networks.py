@@ -1,5 +1,7 @@
 """Networks with unusual habits, and adapters of them, for several test files."""
 
+import threading
+
 import torch
 from torch import nn
 
@@ -15,6 +17,26 @@ def learner(net, method="tribe", **given):
     """An adapter that learns something of networks that were never trained."""
     fields = {"h0": 2.0} if method == "tribe" else {}
     return tribe.adapt(net, ready(method) if method != "tribe" else method, **given, **fields)
+
+
+def at_once(*calls):
+    """Call functions in threads that start together; the first error is raised here."""
+    start, errors = threading.Barrier(len(calls)), []
+
+    def run(call):
+        start.wait()
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 class Around(nn.Module):

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import tribe
+from networks import at_once
 from tribe.core.rules import PerBatch
 from tribe.core.state import digest, leaves, stream
 from tribe.methods import get_fields, with_fields
@@ -331,11 +333,7 @@ def test_threads_adapt_on_one_backbone():
         for seed in range(10):
             threaded[i](images(1, 6, 100 * i + seed)[0])
 
-    threads = [threading.Thread(target=drive, args=(i,)) for i in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(*(partial(drive, i) for i in range(4)))
     assert [a.digest() for a in threaded] == [a.digest() for a in alone]
 
 
@@ -349,11 +347,7 @@ def test_threads_share_one_adapter_and_lose_nothing():
             together.predict(batch(1))
             kept.append(together.snapshot())
 
-    threads = [threading.Thread(target=drive) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    at_once(*[drive] * 4)
     known = set()
     for _ in range(60):
         alone(batch())

@@ -8,28 +8,16 @@ import pytest
 import torch
 
 import tribe
-from networks import Around, Viewed, batch, learner
+from networks import Around, Viewed, at_once, batch, learner
 from tribe.core.backbone import Backbone
 from tribe.testing import small_network
 
 
 @pytest.mark.parametrize("trial", range(4))
 def test_threads_that_find_out_at_once_that_a_network_flattens_with_view_all_go_on(trial):
-    shared, wrong, start = Backbone(Viewed()), [], threading.Barrier(4)
-
-    def learn(adapter):
-        start.wait()
-        try:
-            adapter(batch(trial))
-        except Exception as error:  # whatever it is, it is wrong
-            wrong.append(error)
-
-    threads = [threading.Thread(target=learn, args=(learner(shared),)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    shared = Backbone(Viewed())
+    adapters = [learner(shared) for _ in range(4)]
+    at_once(*(lambda own=own: own(batch(trial)) for own in adapters))
     assert shared.moves == 1
 
 
@@ -55,22 +43,17 @@ def test_a_copy_that_is_made_during_a_step_waits_for_its_end():
 
 def test_the_doctor_does_not_disturb_adapters_that_share_the_network():
     shared = Backbone(small_network())
-    adapter, wrong, done = learner(shared), [], threading.Event()
+    adapter = learner(shared)
 
     def learn():
-        try:
-            for seed in range(60):
-                adapter(batch(seed))
-        except Exception as error:  # whatever it is, it is wrong
-            wrong.append(error)
-        done.set()
+        for seed in range(60):
+            adapter(batch(seed))
 
-    thread = threading.Thread(target=learn)
-    thread.start()
-    while not done.is_set():
-        assert not tribe.doctor(shared, batch(0, 5)).problems
-    thread.join()
-    assert not wrong
+    def look():
+        for _ in range(20):
+            assert not tribe.doctor(shared, batch(0, 5)).problems
+
+    at_once(learn, look)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -2,14 +2,13 @@
 
 import copy
 import pickle
-import threading
 from datetime import timedelta
 
 import pytest
 import torch
 
 import tribe
-from networks import batch, learner
+from networks import at_once, batch, learner
 from tribe.core.backbone import Backbone
 from tribe.core.state import digest
 from tribe.testing import images, ready, small_network
@@ -265,28 +264,13 @@ def test_another_network_empties_the_history():
 def test_threads_that_learn_roll_back_and_look_leave_a_whole_state():
     adapter, clock = recorded()
     play(adapter, clock, 3)
-    wrong, start = [], threading.Barrier(4)
-
-    def go(call):
-        start.wait()
-        try:
-            for _ in range(5):
-                call()
-        except Exception as error:  # whatever it is, it is wrong
-            wrong.append(error)
-
     calls = (
         lambda: adapter(batch()),
         lambda: adapter.rollback(images=0),
         lambda: (adapter.history, adapter.compare()),
         lambda: adapter.predict(batch()),
     )
-    threads = [threading.Thread(target=go, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(*(lambda call=call: [call() for _ in range(5)] for call in calls))
     adapter.rollback(images=0)
     assert torch.isfinite(adapter.state.affine.weight).all()
 

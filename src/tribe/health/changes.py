@@ -98,9 +98,11 @@ def compare_states(
         "statistics": _statistics(net, before, after),
         "weights": _weights(before, after),
     }
+    named = {name for found in parts.values() for name in found}
     layers = [
         LayerChange(name, **{part: _over(found.get(name), chosen) for part, found in parts.items()})
-        for name in _in_order(net, parts)
+        for name, _ in net.model.named_modules(remove_duplicate=False)
+        if name in named
     ]
     classes = [ClassChange(i, change) for i, change in enumerate(_classes(net, old, new, chosen))]
     learned = list(zip(old.info.images.tolist(), new.info.images.tolist(), strict=True))
@@ -138,12 +140,6 @@ def _whole(parts: Mapping[str, Part]) -> Tensor | None:
         return None
     moved, norm = (torch.stack(column).sum(0) for column in zip(*parts.values(), strict=True))
     return _relative(Part(moved, norm))
-
-
-def _in_order(net: Backbone, parts: Mapping[str, Mapping[str, Part]]) -> list[str]:
-    """The names of all layers that can move, in the order of the network."""
-    named = {name for found in parts.values() for name in found}
-    return [name for name, _ in net.model.named_modules(remove_duplicate=False) if name in named]
 
 
 def _square(*tensors: Tensor) -> Tensor:
