@@ -121,6 +121,7 @@ class Backbone(nn.Module):
         self._thread_copies = ThreadCopies()
         self._warned, self.dense = False, dense
         self.fusion = Fusion()  # of other calls with normalisation, where kernels run
+        self._note_place()
         self.outputs: Tensor | None
         self.register_buffer("outputs", None, persistent=False)  # (K,) those that are kept; None: all
 
@@ -208,17 +209,13 @@ class Backbone(nn.Module):
             return f". Its first layer takes batches with {self.rank} axes, (B, {first.in_channels}, ...)"
         return f". Its first layer takes {first.in_channels} channels" if shape[0] != first.in_channels else ""
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the network."""
+    def _note_place(self) -> None:
+        """Note where the network is and in which precision: every batch asks."""
         source: SourceNorm = self.origin.state
-        return source.affine.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the precision of the network's weights, which images are converted to."""
         floating = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        return next(floating, torch.float32)
+        self.device = source.affine.weight.device
+        self.dtype = next(floating, torch.float32)  # of the weights; images are converted to it
+        self.place = self.device, source.affine.weight.dtype  # of affine parameters and statistics, and so of states
 
     def source(self, rows: int = 1, classes: int = 1) -> tuple[Affine, Stats]:
         """Return the source model's affine parameters (rows, C) and statistics (rows, classes, C), fresh copies."""
@@ -288,11 +285,7 @@ class Backbone(nn.Module):
             spare: statistics that are no longer needed, whose memory may hold the new ones.
             slot_hook: called with each slot that the network calls, and with its input.
         """
-        rows, batch = x.shape[:2]
-        self._check_shapes(rows, affine, stats, norm)
-        if valid is None:
-            valid = torch.ones(rows, batch, dtype=torch.bool, device=x.device)
-        current = self._new_pass(batch, affine, stats, norm, labels, valid, slot_hook, spare)
+        current = self._new_pass(x.shape[0], x.shape[1], affine, stats, norm, labels, valid, slot_hook, spare)
         if self._eps is not None and not norm.observes:  # one fold for the whole network
             both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
@@ -327,17 +320,24 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
-        logits = _logits(result, len(images), self.dense).unflatten(0, (rows, batch))
-        if self.outputs is not None:
-            logits = logits.index_select(-1, self.outputs)
-        if len(current.called) < len(self.slots):
-            self._report_uncalled(current.called)
+        logits, features = self._read(result, current)
         wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in affine)
         if wants_gradient and not logits.requires_grad:
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
-        return Output(logits, _features(current), self._collect(current, spare))
+        return Output(logits, features, self._collect(current, spare))
 
-    def _check_shapes(self, rows: int, affine: Affine, stats: ClassStats, norm: Norm) -> None:
+    def _new_pass(
+        self,
+        rows: int,
+        batch: int,
+        affine: Affine,
+        stats: ClassStats,
+        norm: Norm,
+        labels: Tensor | None = None,
+        valid: Tensor | None = None,
+        slot_hook: SlotHook | None = None,
+        spare: ClassStats | None = None,
+    ) -> Pass:
         if affine.weight.shape != (rows, self.channels):
             raise ValueError(
                 f"x has {rows} rows and the network {self.channels} channels; affine is {tuple(affine.weight.shape)}"
@@ -348,26 +348,45 @@ class Backbone(nn.Module):
                 f"{self.slots[-1].columns.stop} channels with statistics; stats is {tuple(stats.mean.shape)}"
             )
 
-    def _new_pass(
-        self,
-        batch: int,
-        affine: Affine,
-        stats: ClassStats,
-        norm: Norm,
-        labels: Tensor | None,
-        valid: Tensor,
-        slot_hook: SlotHook | None = None,
-        spare: ClassStats | None = None,
-    ) -> Pass:
+        if valid is None:
+            valid = torch.ones(rows, batch, dtype=torch.bool, device=self.device)
         weight, bias = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
         stats, grouped = tree_map(Tensor.detach, stats), labels
         if labels is not None and (group := getattr(norm, "group", None)):
             grouped = group(labels, valid, affine.weight.dtype)
-        current = Pass(len(valid), batch, weight, bias, stats, norm, grouped, valid, slot_hook=slot_hook)
+        current = Pass(rows, batch, weight, bias, stats, norm, grouped, valid, slot_hook=slot_hook)
         if labels is not None and (prepare := getattr(norm, "prepare", None)):
             current.room = room_for(stats, spare)
             current.prepared = prepare(grouped, stats, current.room)
         return current
+
+    def _read(self, result: Any, current: Pass) -> tuple[Tensor, Tensor | None]:
+        """Return the logits (R, B, K) in the result of a network, and the features (R, B, F) that were recorded.
+
+        There are no features if they do not have one row for each image (frames, crops).
+        """
+        by_row, samples = (current.rows, current.batch), current.rows * current.batch
+        logits = getattr(result, "logits", result)
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"the model returned {type(result).__name__}; expected logits or an object with .logits. Wrap it in a "
+                "module whose forward picks them out, as in self.net(x)[0] or self.net(x)['logits']"
+            )
+        shape = tuple(logits.shape)
+        if not self.dense and (len(shape) != 2 or shape[0] != samples):
+            hint = f". {DENSE}" if len(shape) > 2 and shape[0] == samples else ""
+            raise ValueError(f"the model returned {shape} for {samples} images; expected logits (N, classes){hint}")
+        if self.dense and (len(shape) < 2 or shape[0] != samples):
+            raise ValueError(f"the model returned {shape} for {samples} images; expected a row for each, (N, ...)")
+        if self.outputs is not None:
+            logits = logits.index_select(-1, self.outputs)
+        if len(current.called) < len(self.slots):
+            self._report_uncalled(current.called)
+        features = current.features
+        if features is None or len(features) != samples:
+            return logits.unflatten(0, by_row), None
+        features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
+        return logits.unflatten(0, by_row), features.unflatten(0, by_row)
 
     def _report_uncalled(self, called: set[int]) -> None:
         """Refuse a network that called no slot; warn once about slots that it did not call."""
@@ -385,9 +404,7 @@ class Backbone(nn.Module):
 
     def _source_pass(self, batch: int, slot_hook: SlotHook | None) -> Pass:
         """Return a pass of one row with the source's normalisation, in which images do not affect each other."""
-        affine, stats = self.source()
-        valid = torch.ones(1, batch, dtype=torch.bool, device=self.device)
-        return self._new_pass(batch, affine, stats, Frozen(), None, valid, slot_hook)
+        return self._new_pass(1, batch, *self.source(), Frozen(), slot_hook=slot_hook)
 
     @torch.inference_mode(False)
     def _give_up_channels_last(self) -> None:
@@ -403,13 +420,16 @@ class Backbone(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backbone":
         self._thread_copies = ThreadCopies()  # the old ones keep another device or precision
         self._buffers_given = {name: fn(t) for name, t in self._buffers_given.items()}
-        return super()._apply(fn, recurse)  # type: ignore[no-any-return,no-untyped-call]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._note_place()
+        return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as any module does; afterwards it is another source model."""
         incompatible_keys = super().load_state_dict(state_dict, strict, assign)
         self._thread_copies = ThreadCopies()
         self._buffers_given = {name: t.clone() for name, t in self.model.named_buffers()}
+        self._note_place()
         return incompatible_keys
 
     @torch.inference_mode(False)
@@ -457,32 +477,6 @@ def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:
     current = current_pass.get()
     if current is not None and args and isinstance(args[0], Tensor):
         current.features = args[0]
-
-
-def _features(current: Pass) -> Tensor | None:
-    """Return the recorded features (R, B, F); None if there are none, or not one row for each image (frames, crops)."""
-    features, samples = current.features, current.rows * current.batch
-    if features is None or features.shape[0] != samples:
-        return None
-    features = features.flatten(2).mean(2) if features.dim() == 4 else features.flatten(1)
-    by_row: Tensor = features.unflatten(0, (current.rows, current.batch))
-    return by_row
-
-
-def _logits(result: Any, samples: int, dense: bool) -> Tensor:
-    logits = getattr(result, "logits", result)
-    if not isinstance(logits, Tensor):
-        raise TypeError(
-            f"the model returned {type(result).__name__}; expected logits or an object with .logits. Wrap it in a "
-            "module whose forward picks them out, as in self.net(x)[0] or self.net(x)['logits']"
-        )
-    shape = tuple(logits.shape)
-    if not dense and (len(shape) != 2 or shape[0] != samples):
-        hint = f". {DENSE}" if len(shape) > 2 and shape[0] == samples else ""
-        raise ValueError(f"the model returned {shape} for {samples} images; expected logits (N, classes){hint}")
-    if dense and (len(shape) < 2 or shape[0] != samples):
-        raise ValueError(f"the model returned {shape} for {samples} images; expected a row for each, (N, ...)")
-    return logits
 
 
 def _first_names(names: Iterable[str]) -> str:

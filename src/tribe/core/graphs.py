@@ -93,7 +93,8 @@ class Steps:
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
         self.method, self.graphs, self.deterministic = method, graphs, deterministic
         self.use(net)
-        self._check()
+        if self.graphs is True and self.capture_disabled_reason is not None:
+            raise self._not_captured()
 
     def use(self, net: Backbone) -> None:
         """Go on with this network, which may have moved; drop the recordings."""
@@ -102,15 +103,14 @@ class Steps:
         never = "graphs=False" if self.graphs is False else None
         self.capture_disabled_reason = never or capture_refusal(self.method, self.net.device)
 
-    def _check(self) -> None:
-        if self.graphs is True and self.capture_disabled_reason is not None:
-            raise ValueError(
-                f"{self.capture_disabled_reason}. With graphs='auto' its steps are taken one launch at a time"
-            )
+    def _not_captured(self) -> ValueError:
+        reason = self.capture_disabled_reason
+        return ValueError(f"{reason}. With graphs='auto' its steps are taken one launch at a time")
 
     def __call__(self, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None) -> tuple[Tensor, Any]:
         """Step as `Method.step` does. The state that a captured step returns is valid until the step after the next."""
-        self._check()  # the network may have moved to a device without graphs
+        if self.graphs is True and self.capture_disabled_reason is not None:
+            raise self._not_captured()  # the network has moved to a device without graphs
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
             if self.capture_disabled_reason is None and x.shape[1]:

@@ -194,12 +194,6 @@ class Slot(nn.Module, ABC):
             return x.unflatten(0, (-1, rows, batch)).movedim(0, 3)
         return x.unflatten(0, (rows, batch, -1)).movedim(2, 3)
 
-    def refold(self, y: Tensor, shape: torch.Size) -> Tensor:
-        """Reshape to (N, C, ...), the inverse of `unfold`."""
-        if y.dim() == len(shape) + 1:
-            return y.flatten(0, 1)
-        return y.movedim(3, 0 if self.views_first else 2).reshape(shape)
-
     def puts_views_first(self, current: Pass) -> bool:
         """Return whether the views of an image, folded into N, are a batch apart (as after torch.cat) or adjacent."""
         if self.views_first is None and current.find_order is not None:
@@ -248,7 +242,9 @@ class StatisticsSlot(Slot):
                 y = scale_and_shift(folded, *current.folded[self.index], epilogue)
             else:
                 y = scale_and_shift(folded, *fold(stats.mean, stats.var, weight, bias, self.layer_eps), epilogue)
-        return self.refold(y, x.shape)
+        if y.dim() == x.dim() + 1:
+            return y.flatten(0, 1)
+        return y.movedim(3, 0 if self.views_first else 2).reshape(x.shape)  # the inverse of `unfold`
 
 
 class AffineSlot(Slot):

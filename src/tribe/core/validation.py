@@ -22,8 +22,6 @@ PROBABILITIES = (
     "nothing from probabilities. Remove its Softmax"
 )
 
-Place = tuple[torch.device, torch.dtype]
-
 
 class Checks:
     """Checks of images and of logits; each warns once.
@@ -58,7 +56,8 @@ class Checks:
         """Raise if logits have another number of classes; warn once of probabilities in place of logits."""
         if self._dense and (logits.dim() != 3 or logits.shape[-1] != self.classes):
             return  # the output is something else than logits
-        check_count(logits, self.classes, self._classifier)
+        if logits.shape[-1] != self.classes:
+            raise wrong_count(logits, self.classes, self._classifier)
         if self._output_checked:
             return
         if (finite := logits if bad is None else logits[~bad]).numel():
@@ -89,34 +88,7 @@ def warn_of_layers_left_alone(net: Backbone) -> None:
         )
 
 
-def place_of(net: Backbone) -> Place:
-    """Return the device and precision of the source's affine parameters, which a state shares."""
-    source: Tensor = net.origin.state.affine.weight
-    return source.device, source.dtype
-
-
 # -- images ------------------------------------------------------------------------------------------------------------
-
-
-def as_streams(x: Tensor, net: Backbone, streams: int) -> tuple[Tensor, bool]:
-    """Bring images into (S, B, ...) in the network's precision; also return whether the S axis was added."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
-    if not x.is_floating_point():
-        hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
-        raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
-    x = x.detach().as_subclass(Tensor).to(net.dtype)  # a plain tensor: a subclass may redefine operations
-    if x.is_inference():
-        x = x.clone()
-    added = streams == 1 and not (net.rank and x.dim() == net.rank + 1 and x.shape[0] == 1)
-    if added:
-        x = x.unsqueeze(0)
-    if x.dim() < 3 or x.shape[0] != streams:
-        layout = "(B, ...)" if streams == 1 else f"({streams}, B, ...): one row of images a stream"
-        raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if added else x.shape)}")
-    if x.device != net.device:
-        raise ValueError(f"images are on {x.device}, the network on {net.device}: move one with .to()")
-    return x, added
 
 
 def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
@@ -213,14 +185,12 @@ def warn_of_range(x: Tensor) -> bool:
 # -- logits ------------------------------------------------------------------------------------------------------------
 
 
-def check_count(logits: Tensor, classes: int | None, classifier: str | None) -> None:
-    """Raise if logits (..., K) have another number of classes than the outputs of the classifier layer."""
-    if logits.shape[-1] != classes:
-        raise ValueError(
-            f"the network gives {logits.shape[-1]} classes; the adapter was made for {classes}, the outputs "
-            f"of its layer {classifier!r}. Name the layer that classifies: "
-            "tribe.adapt(tribe.Backbone(model, classifier=...))"
-        )
+def wrong_count(logits: Tensor, classes: int | None, classifier: str | None) -> ValueError:
+    """Return the error for logits (..., K) with another number of classes than the outputs of the classifier layer."""
+    return ValueError(
+        f"the network gives {logits.shape[-1]} classes; the adapter was made for {classes}, the outputs of its layer "
+        f"{classifier!r}. Name the layer that classifies: tribe.adapt(tribe.Backbone(model, classifier=...))"
+    )
 
 
 def are_probabilities(logits: Tensor) -> bool:

@@ -50,7 +50,7 @@ class Deployed:
     def logits(self, net: Backbone, x: Tensor, valid: Tensor) -> Tensor:
         """Pass images (S, B, ...). Streams with their own weights pass one by one: weights cannot be batched."""
         if self.weights is None:
-            return net(x, *self, valid=valid).logits  # type: ignore[no-any-return]
+            return net(x, self.affine, self.stats, self.norm, valid=valid).logits  # type: ignore[no-any-return]
         rows = ((slice(i, i + 1), self.stream(i), self.weights[i]) for i in streams_of(x, len(self.weights)))
         return torch.cat([net(x[row], *alone, valid=valid[row], weights=own).logits for row, alone, own in rows])
 

@@ -18,7 +18,7 @@ from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Info
-from tribe.core.validation import check_count
+from tribe.core.validation import wrong_count
 from tribe.filters import FilterInfo, TimeFilter
 from tribe.methods.method import Deployed, Method
 from tribe.registry import Registry
@@ -194,7 +194,8 @@ class Pipeline:
         """Filter what the method returned, (S, B, K), with a state of the filter: answers, and its next state."""
         if self.filter is None:
             return output, state
-        check_count(output, self._count(net), net.classifier)  # a filter would fail with the sizes of its tensors
+        if output.shape[-1] != (classes := self._count(net)):
+            raise wrong_count(output, classes, net.classifier)  # a filter would fail with the sizes of its tensors
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
         return filter_output(self.filter, state, output, real, self.output)
 

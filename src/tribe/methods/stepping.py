@@ -105,7 +105,11 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
             valid, rejected = update.seen, rejected + (valid & ~update.seen).sum(1)
         predicted = finite(logits)
         sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
-        share = _entropy(logits)
+        if (classes := logits.shape[2]) > 1:
+            share = entropy(logits.movedim(2, -1)).float() / math.log(classes)  # of the largest
+            share = share.flatten(2).mean(2) if share.dim() > 2 else share  # (S, B), the mean over pixels
+        else:
+            share = torch.zeros(logits.shape[:2], device=logits.device)
         agreement = update.agreement or Agreement(new.info.student_agreement, new.info.anchor_agreement)
         info = Info(
             images=old.info.images + valid.sum(1),
@@ -124,14 +128,6 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
         skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
         result = result._replace(info=result.info._replace(skipped=skipped))
     return mask_logits(logits.detach(), valid & predicted), result
-
-
-def _entropy(logits: Tensor) -> Tensor:
-    """Return the entropy (S, B) of logits (S, B, K, ...) as a share of the largest, the mean over pixels."""
-    if (classes := logits.shape[2]) < 2:
-        return torch.zeros(logits.shape[:2], device=logits.device)
-    share = entropy(logits.movedim(2, -1)).float() / math.log(classes)
-    return share.flatten(2).mean(2) if share.dim() > 2 else share
 
 
 def _finite(new: Any, old: Any) -> Tensor:

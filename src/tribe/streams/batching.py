@@ -11,7 +11,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import Affine, Stats, leaves, per_stream, rebuild, tree_map
-from tribe.core.validation import as_mask, as_order, as_streams, in_order
+from tribe.core.validation import as_mask, as_order, in_order
 from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
 
 MAX_ENTRIES = 128  # of a group: more save little time
@@ -33,12 +33,27 @@ class Arrived(NamedTuple):
         cls, x: Tensor, net: Backbone, streams: int, valid: Tensor | None = None, order: Tensor | None = None
     ) -> "Arrived":
         """Check images (B, ...) or (S, B, ...), their mask and their order, as `tribe.Adapter` takes them."""
-        images, added = as_streams(x, net, streams)
-        mask = None if valid is None else as_mask(valid, images, added)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
+        if not x.is_floating_point():
+            hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
+            raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
+        x = x.detach().as_subclass(Tensor).to(net.dtype)  # a plain tensor: a subclass may redefine operations
+        if x.is_inference():
+            x = x.clone()
+        added = streams == 1 and not (net.rank and x.dim() == net.rank + 1 and x.shape[0] == 1)
+        if added:
+            x = x.unsqueeze(0)
+        if x.dim() < 3 or x.shape[0] != streams:
+            layout = "(B, ...)" if streams == 1 else f"({streams}, B, ...): one row of images a stream"
+            raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if added else x.shape)}")
+        if x.device != net.device:
+            raise ValueError(f"images are on {x.device}, the network on {net.device}: move one with .to()")
+        mask = None if valid is None else as_mask(valid, x, added)
         if order is None:
-            return cls(images, added, mask)
-        ranks = as_order(order, images, added, mask)
-        return cls(in_order(images, ranks), added, None if mask is None else in_order(mask, ranks), ranks)
+            return cls(x, added, mask)
+        ranks = as_order(order, x, added, mask)
+        return cls(in_order(x, ranks), added, None if mask is None else in_order(mask, ranks), ranks)
 
 
 class EntryGroup(NamedTuple):

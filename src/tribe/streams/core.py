@@ -23,7 +23,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.core.state import clone, copy_like, count_bytes, digest, replace_stream
 from tribe.core.threads import Lock
-from tribe.core.validation import Checks, place_of
+from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
 from tribe.health.changes import Comparison, compare_states
@@ -109,7 +109,7 @@ class Streams:
         padded = single is None and not exact and net.device.type != "cpu"
         self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
         self._checks = Checks(net, found, method.output == "logits")
-        self._place = place_of(net)  # device and precision of the states
+        self._place = net.place  # device and precision of the states
         self._files = StateFiles(method, net)
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
         self.lock = Lock()
@@ -129,7 +129,7 @@ class Streams:
         Nothing is changed by an error, and nothing raises once the states are replaced.
         """
         with self.lock:
-            if place_of(self.net) != self._place:
+            if self.net.place != self._place:
                 raise self._misplaced()
             old = {name: self.table.entries.get(name) or self.new_entry(self.seed_of(name)) for name in arrived}
             results: dict[str, Tensor] = {}
@@ -174,7 +174,7 @@ class Streams:
 
     def run_prediction(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
         """Predict without adapting, with the states of the moment: a step in another thread is not waited for."""
-        if place_of(self.net) != self._place:
+        if self.net.place != self._place:
             raise self._misplaced()
         results: dict[str, Tensor] = {}
         marked: dict[str, Tensor] = {}
@@ -451,7 +451,7 @@ class Streams:
 
     def _misplaced(self) -> RuntimeError:
         """The error if the network was moved or cast without these states."""
-        of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place_of(self.net), self._place))
+        of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (self.net.place, self._place))
         return RuntimeError(
             f"the network is {of_network}, these states are {of_states}: the network, or an adapter that shares "
             "it, was moved or cast. Call .to() on this adapter, too; move a network before tribe.fleet(network)"
@@ -463,7 +463,7 @@ class Streams:
             for name, entry in list(self.table.entries.items()):
                 if entry.history is not None:  # its snapshots belong to the other network
                     self.table.change(name, history=replace(entry.history, records=()))
-        self.net, self._retired, self._place = net, None, place_of(net)
+        self.net, self._retired, self._place = net, None, net.place
         self._runner.use(net)
         self._files.use(net)
         self.table.device = net.device
