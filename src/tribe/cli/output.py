@@ -69,6 +69,8 @@ def messages(console: Console | None = None, redirect: bool = True) -> Iterator[
         warnings.showwarning = show
         try:
             yield
+        except BrokenPipeError:  # of stdout; see tribe.cli.main
+            raise
         except (ValueError, TypeError, OSError, ImportError) as error:
             fail(str(error))
 
