@@ -22,8 +22,9 @@ from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Finished, Plan
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
-from tribe.cli.options import custom_network, parse_overrides, parse_seeds
+from tribe.cli.options import parse_overrides, parse_seeds
 from tribe.cli.output import experiment_bars, message_on_interrupt, messages, shown
+from tribe.cli.planning import make_workbench
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
@@ -123,10 +124,12 @@ def reproduce(
             plots.check_path(out)
         with messages():
             choices = _with_fields(choices, table, rows, columns, settings)
-            workbench = _workbench(choices, weights, data, "cpu" if no_run else device, no_run)
         if no_run:
+            workbench = Workbench(data, "cpu", threads=choices.threads)
             plan = planning.search(table, choices, planning.read(runs), workbench)
         else:
+            with messages():
+                workbench = make_workbench(choices.model or "", weights, data, device, choices.threads)
             plan = planning.build(table, choices, workbench)
             if dry_run:
                 _show_runs(plan, runs, output)
@@ -163,7 +166,7 @@ def _find_table(artifact: str, beyond: str) -> tables.Table:
     return table if beyond == "none" else extend(table, later=beyond == "all")
 
 
-def _choices(settings: Sequence[str] | None, seeds: Sequence[int] | None, device: str) -> tuple[Choices, str | None]:
+def _choices(settings: Sequence[str] | None, seeds: Sequence[int] | None, device: str) -> tuple[Choices, Path | None]:
     """Return the choices of --set without a component, of the seeds and the device, and the file of weights."""
     plain = {text.partition("=")[0]: text.partition("=")[2] for text in settings or () if _is_plain(text)}
     weights = plain.pop("weights", None)
@@ -175,7 +178,8 @@ def _choices(settings: Sequence[str] | None, seeds: Sequence[int] | None, device
         kind = None if device == "auto" else torch.device(device).type
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--set batch= and threads= take whole numbers, --device auto, cpu or cuda: {error}") from None
-    return Choices(seeds=seeds, device=kind, **plain, **numbers), weights  # type: ignore[arg-type]
+    choices = Choices(seeds=seeds, device=kind, **plain, **numbers)  # type: ignore[arg-type]
+    return choices, None if weights is None else Path(weights)
 
 
 def _is_plain(text: str) -> bool:
@@ -201,16 +205,6 @@ def _with_fields(
 
 def _split(text: str | None) -> list[str]:
     return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
-def _workbench(choices: Choices, weights: str | None, data: Path | None, device: str, reading: bool) -> Workbench:
-    """Return where experiments are computed; a custom network is built here, unless results are only read."""
-    model = choices.model
-    file = None if weights is None else Path(weights)
-    custom = model is not None and ":" in model and not reading
-    networks = {model: custom_network(model, file)} if model is not None and custom else {}
-    files = {model: file} if model is not None and file is not None else {}
-    return Workbench(data, device, files, choices.threads, networks)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from collections import defaultdict
 from os import PathLike
 from pathlib import Path
 
-from tribe.experiments.store import Result, ResultStore, changed, encode, locked, pack_name
-from tribe.io.files import write_atomically
+from tribe.experiments.store import Result, ResultStore, changed, encode, pack_name
+from tribe.io.files import exclusive, write_atomically
 
 PRIVATE = ("command",)  # entries of an environment that are left out: they hold paths of a machine
 
@@ -42,5 +42,5 @@ def keep(root: str | PathLike[str], target: str | PathLike[str]) -> None:
             packs[pack_name(result.experiment)].append(line)
     target.mkdir(parents=True, exist_ok=True)
     for name, lines in packs.items():
-        with locked(target / ".lock", wait=True):
+        with exclusive(target / ".lock", wait=True):
             write_atomically(target / name, b"".join(lines))

@@ -21,7 +21,7 @@ from reproduction.tables import Cell, Table, matching
 from tribe import methods
 from tribe.core.precision import precision_on
 from tribe.experiments.experiment import Experiment, difference
-from tribe.experiments.spec import ComponentSpec, decode_fields, describe
+from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.store import Result, finished
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, build_scenario, trained_on
@@ -273,7 +273,7 @@ def _expected(cell: Cell, choices: Choices, workbench: Workbench) -> dict[str, A
     tribes = methods.get("tribe").presets.get(clean, {})  # has all data sets of the paper: no file must be opened
     classes = tribes["classes"] if tribes else len(data.classes)
     dataset, model, scenario, method = choices.specs(cell, lambda: classes)
-    protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
+    protocol = build_scenario(scenario.name, scenario.fields)
     adapting = methods.create(method.name, **{**published, "classes": classes, **method.fields})
     specs = {
         "dataset": describe(dataset.name, data),

@@ -71,7 +71,7 @@ class Planner:
 def make_workbench(
     model: str, weights: Path | None, data: Path | None, device: str, threads: int | None = None
 ) -> Workbench:
-    """Return a workbench with the network of --model and --weights."""
+    """Return a workbench with the network of --model and --weights; an empty text: that of each experiment."""
     networks = {model: custom_network(model, weights)} if ":" in model else {}
     return Workbench(data, device, {} if weights is None else {model: weights}, threads, networks)
 

@@ -24,9 +24,10 @@ from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import Progress, run
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, changed, component_digests, locked
+from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, changed, component_digests
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Parts, Workbench, in_precision
+from tribe.io.files import exclusive
 from tribe.io.states import StateFileError
 from tribe.methods import AnyMethod, Pipeline
 
@@ -95,7 +96,8 @@ class ExperimentRunner:
         streams = {} if settings.force else self._stored(experiment)
         memory: Mapping[int, Record] = {}
         if len(streams) < len(experiment.seeds):
-            with locked(folder / ".lock", wait):
+            folder.mkdir(parents=True, exist_ok=True)
+            with exclusive(folder / ".lock", wait=wait, busy=f"another process is computing {folder}"):
                 if settings.force:
                     (folder / CHECKPOINT).unlink(missing_ok=True)
                 else:
@@ -159,7 +161,8 @@ class ExperimentRunner:
         if self._play is not None and self._play[0] == alone:
             return self._play[1]
         folder = self.store.root / alone.id
-        with locked(folder / ".lock", wait=True):
+        folder.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder / ".lock", wait=True):
             records = self._run(alone, net, method, stream, folder, progress, True)
             if not self._stored(alone):
                 bare = [record._replace(outputs=None) for record in records]

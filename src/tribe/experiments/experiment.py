@@ -65,7 +65,9 @@ class Experiment:
     ) -> "Experiment":
         """Build the components on the workbench, and return the experiment that plays them."""
         workbench = workbench or Workbench()
-        data, network, protocol, adapting = (ComponentSpec.of(given) for given in (dataset, model, scenario, method))
+        data, network, protocol, adapting = (
+            ComponentSpec(given) if isinstance(given, str) else given for given in (dataset, model, scenario, method)
+        )
         parts = workbench.build(data, network, protocol, adapting, seeds, batch)
         return Experiment(
             dataset=describe(data.name, parts.stream.dataset),

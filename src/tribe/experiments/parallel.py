@@ -94,14 +94,12 @@ def run_all(
     if retries < 0:
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
     shared = SharedOptions(RunSettings(str(root), every, force, keep_outputs, command), workbench, progress)
-    engine: Engine
-    with contextlib.ExitStack() as stack:
-        if workers is None:
-            engine = SerialEngine(shared, todo)
-        else:
-            _refuse_custom(todo, root)
-            engine = PoolEngine(shared, workers) if isinstance(workers, int) else RayEngine(shared, workers, gpus)
-            stack.callback(engine.close)
+    if workers is None:
+        engine = Engine(shared, todo)
+    else:
+        _refuse_custom(todo, root)
+        engine = PoolEngine(shared, workers) if isinstance(workers, int) else RayEngine(shared, workers, gpus)
+    with contextlib.closing(engine):
         outcomes = _run_until_done(engine, todo, retries, done)
     return [outcomes[experiment] for experiment in requested]
 
@@ -131,18 +129,23 @@ class SharedOptions(NamedTuple):
 
 
 class Engine:
-    """Attempts experiments, on workers that report their progress into a queue."""
+    """Runs experiments in this process; the others send them to workers, which report their progress into a queue."""
 
     slots = 1  # attempts at the same time
     queue: Any = None
 
-    def __init__(self, shared: SharedOptions) -> None:
+    def __init__(self, shared: SharedOptions, planned: Sequence[Experiment] = ()) -> None:
         self._shared = shared
+        self._runner = ExperimentRunner(shared.settings, shared.workbench, planned)
         self._sent: dict[str, Experiment] = {}
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Begin an attempt; ``wait``: for another process that computes the same."""
-        raise NotImplementedError
+        progress = self._shared.progress
+        follow = None if progress is None else functools.partial(progress, experiment)
+        future: Future[Reply] = Future()
+        future.set_result(attempt(self._runner, experiment, wait, follow))
+        return future
 
     def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
         """Return what a worker gets."""
@@ -166,22 +169,6 @@ class Engine:
 
     def close(self) -> None:
         """Stop what is running."""
-
-
-class SerialEngine(Engine):
-    """Runs experiments in this process."""
-
-    def __init__(self, shared: SharedOptions, planned: Sequence[Experiment]) -> None:
-        super().__init__(shared)
-        self._runner = ExperimentRunner(shared.settings, shared.workbench, planned)
-
-    def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
-        """Run the experiment, and return when it has ended."""
-        progress = self._shared.progress
-        follow = None if progress is None else functools.partial(progress, experiment)
-        future: Future[Reply] = Future()
-        future.set_result(attempt(self._runner, experiment, wait, follow))
-        return future
 
 
 _reports: list[Any] = []  # in a process of a pool: the queue that progress is reported to
@@ -235,7 +222,6 @@ class RayEngine(Engine):
         self._started = not self._ray.is_initialized()
         if self._started:
             _start_session(self._ray, address)
-        self._store = ResultStore(shared.settings.root)
         self._tasks: list[Any] = []
         self._task = self._ray.remote(max_retries=0)(run_job)  # retries are counted in one place, `_run_until_done`
         self.queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
@@ -255,10 +241,11 @@ class RayEngine(Engine):
 
     def receive(self, reply: Reply) -> Reply:
         """Write a result that came from another machine, unless its worker wrote into the same folder."""
-        if reply.result is None or not reply.result.memory or self._store.find(reply.result.experiment) is not None:
+        store = self._runner.store
+        if reply.result is None or not reply.result.memory or store.find(reply.result.experiment) is not None:
             return reply
-        result = replace(reply.result, root=self._store.root)
-        self._store.add(result)
+        result = replace(reply.result, root=store.root)
+        store.add(result)
         return reply._replace(result=result)
 
     def _needs(self, experiment: Experiment) -> dict[str, Any]:

@@ -67,12 +67,13 @@ def run(
     """
     given = {"method": {"name": getattr(method, "name", None)}, **(spec or {})}
     _check(net, method, stream, every, given)
-    source, seed = _initial_state(net, method, len(stream.seeds), seed)
+    seeds = [seed + i for i in range(len(stream.seeds))] if isinstance(seed, int) else list(seed)
+    source = _initial_state(net, method, len(stream.seeds), seeds)
     outputs = method.output if keep_outputs else None
     columns = _first_columns(_observe(method, net, source, 0), len(stream.seeds))
     file, state, start = None, clone(source), 0
     if checkpoint is not None:
-        file = RunCheckpoint(checkpoint, _identity(net, method, stream, seed, given))
+        file = RunCheckpoint(checkpoint, _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, outputs)
     table = RecordTable(stream, columns, start, outputs)
     steps, retired = Steps(method, net, graphs, deterministic), None
@@ -144,18 +145,13 @@ def _check(net: Backbone, method: AnyMethod, stream: Stream, every: int, spec: M
         raise ValueError(f"the network has {net.classes} classes, but the data set has {count}{hint}")
 
 
-def _initial_state(
-    net: Backbone, method: AnyMethod, streams: int, seed: int | Sequence[int]
-) -> tuple[Any, int | Sequence[int]]:
-    """Return the state before the first batch, and the first seed if those of all streams are consecutive, else all."""
-    if not isinstance(seed, int):
-        if len(seed) != streams:
-            raise ValueError(f"seed is one number, or one for each of {streams} streams; got {len(seed)}")
-        if list(seed) != list(range(seed[0], seed[0] + streams)):
-            states = [method.init(net, 1, one) for one in seed]
-            return tree_map(lambda *parts: torch.cat(parts), *states), list(seed)
-        seed = seed[0]
-    return method.init(net, streams, seed), seed
+def _initial_state(net: Backbone, method: AnyMethod, streams: int, seeds: Sequence[int]) -> Any:
+    """Return the state before the first batch."""
+    if len(seeds) != streams:
+        raise ValueError(f"seed is one number, or one for each of {streams} streams; got {len(seeds)}")
+    if list(seeds) == list(range(seeds[0], seeds[0] + streams)):
+        return method.init(net, streams, seeds[0])
+    return tree_map(lambda *parts: torch.cat(parts), *(method.init(net, 1, seed) for seed in seeds))
 
 
 def _described(net: Backbone, method: AnyMethod, stream: Stream) -> dict[str, Any]:
@@ -176,9 +172,7 @@ def _described(net: Backbone, method: AnyMethod, stream: Stream) -> dict[str, An
     }
 
 
-def _identity(
-    net: Backbone, method: AnyMethod, stream: Stream, seed: int | Sequence[int], spec: Mapping[str, Any]
-) -> str:
+def _identity(net: Backbone, method: AnyMethod, stream: Stream, seeds: Sequence[int], spec: Mapping[str, Any]) -> str:
     """Return a hash of all that a run depends on: the checkpoint of another run is refused."""
     facts = {
         "images": spec["images"] if "images" in spec else fingerprint(stream.dataset),
@@ -186,7 +180,7 @@ def _identity(
         "precision": str(net.dtype),
         "method": [method.name, encode_fields(method)],
         "code": [file_digest(type(part)) for part in (*Pipeline.of(method).parts, stream.scenario, stream.dataset)],
-        "seed": seed,
+        "seeds": seeds,
         "batch": stream.batch,
         "schedules": [digest(schedule) for schedule in stream.schedules],
         "spec": spec,

@@ -11,7 +11,7 @@ from tribe.data import scenarios
 from tribe.data.datasets import NOT_IN_SPECS, optional
 from tribe.experiments.provenance import code_of, coded
 from tribe.methods import Method, Pipeline
-from tribe.methods.encoding import decode_value, encode_fields
+from tribe.methods.encoding import encode_fields
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,6 @@ class ComponentSpec:
     def json(self) -> dict[str, Any]:
         """Return the spec as plain data."""
         return {"name": self.name, "fields": self.fields, **coded(self.code)}
-
-    @staticmethod
-    def of(given: "str | ComponentSpec") -> "ComponentSpec":
-        """Return a spec as it is; a name alone is the component with default fields."""
-        return given if isinstance(given, ComponentSpec) else ComponentSpec(given)
 
 
 def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
@@ -71,12 +66,6 @@ def same_for_all_seeds(scenario: Any) -> str | None:
     if name not in scenarios.registry.names() or (isinstance(fields, Mapping) and fields.get("order") == "random"):
         return None
     return scenarios.registry.get(name).same_for_all_seeds
-
-
-def decode_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields as a component takes them; source knowledge is left out, since its place is searched."""
-    digests = {name for name, value in fields.items() if isinstance(value, dict) and value.keys() == {"knowledge"}}
-    return {name: decode_value(value) for name, value in fields.items() if name not in digests}
 
 
 def canonical(value: Any) -> str:

@@ -20,7 +20,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -206,7 +206,7 @@ class ResultStore:
             record.save(record_path(result.folder, seed), outputs=record.outputs is not None)
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / pack_name(experiment)
-        with locked(self.root / ".lock", wait=True), path.open("ab+") as file:
+        with exclusive(self.root / ".lock", wait=True), path.open("ab+") as file:
             end = file.seek(0, os.SEEK_END)
             torn = end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
             lines = [encode(experiment, seed, stream) for seed, stream in result.streams.items()]
@@ -243,9 +243,9 @@ class ResultStore:
             warnings.warn(f"a line of {path} is left out: {error}", stacklevel=2)
 
 
-def finished(root: str | PathLike[str]) -> Iterator[Result]:
-    """Yield all results in a folder of results, in the order of their ids, each with all its seeds."""
-    yield from ResultStore(root).results()
+def finished(root: str | PathLike[str]) -> list[Result]:
+    """Return all results in a folder, in the order of their ids, each with all its seeds."""
+    return ResultStore(root).results()
 
 
 def pack_name(experiment: Experiment) -> str:
@@ -265,11 +265,3 @@ def _decode(line: bytes, path: Path) -> tuple[Experiment, int, StreamResult]:
     if experiment.id != data["id"]:
         raise ValueError(f"it was changed by hand: it holds {experiment.id}, not {data['id']:.40}")
     return experiment, data["seed"], StreamResult(data["metrics"], data["environment"])
-
-
-@contextlib.contextmanager
-def locked(path: Path, wait: bool) -> Iterator[None]:
-    """Hold an exclusive lock on a file, whose folder is made if it is missing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with exclusive(path, wait=wait, busy=f"another process is computing {path.parent}"):
-        yield

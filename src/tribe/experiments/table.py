@@ -4,6 +4,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -33,22 +34,23 @@ SLOW = 0.5  # seconds for a checkpoint that are too many to spend whenever they 
 Columns = Mapping[str, Tensor]  # of one stream; names such as "label", "trace.step" and "outputs.values"
 
 
+@dataclass
 class RunningError:
     """The error so far, over the images with labels."""
 
-    def __init__(self) -> None:
-        self._wrong = self._labelled = 0
+    wrong: int = 0
+    labelled: int = 0
 
     def add(self, label: Tensor, prediction: Tensor) -> None:
         """Count the predictions of some images."""
         labelled = label >= 0
-        self._wrong += int((label != prediction)[labelled].sum())
-        self._labelled += int(labelled.sum())
+        self.wrong += int((label != prediction)[labelled].sum())
+        self.labelled += int(labelled.sum())
 
     @property
     def share(self) -> float | None:
         """The error; None without labels."""
-        return self._wrong / self._labelled if self._labelled else None
+        return self.wrong / self.labelled if self.labelled else None
 
 
 class RecordTable:

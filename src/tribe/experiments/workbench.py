@@ -24,11 +24,12 @@ from tribe.data.datasets.files import data_root
 from tribe.data.datasets.imagenet import holds_classes
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import code_at, code_of
-from tribe.experiments.spec import ComponentSpec, canonical, decode_fields
+from tribe.experiments.spec import ComponentSpec, canonical
 from tribe.experiments.stream import Stream
 from tribe.fields import is_number
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.methods import AnyMethod, check_classes, get_fields, with_fields
+from tribe.methods.encoding import decode_value
 
 T = TypeVar("T")
 
@@ -99,11 +100,11 @@ class Workbench:
             stream = self.stream(dataset, scenario, seeds, batch)  # refuses missing data before the weights are read
             data, place = stream.dataset, [dataset.name, dataset.fields]
             trained = [model.name, model.fields, trained_on(data), optional(data, "outputs")]
-            net = self._once(trained, lambda: self.network(model.name, data, decode_fields(model.fields)))
+            net = self._once(trained, lambda: self.network(model.name, data, model.fields))
             weights = self._once(["weights", *trained], net.fingerprint)
             adapting = self._once(
                 [*place, model.name, model.fields, id(methods.get(method.name)), method.name, method.fields],
-                lambda: self.method(method.name, net, data, model.name, decode_fields(method.fields)),
+                lambda: self.method(method.name, net, data, model.name, method.fields),
             )
             images = self._once(["images", *place], lambda: fingerprint(data))
             return Parts(net, adapting, stream, images, weights)
@@ -112,20 +113,15 @@ class Workbench:
 
     def dataset(self, spec: ComponentSpec) -> Dataset:
         """Return a data set, opened once."""
-        fields = spec.fields
-        return self._once([spec.name, fields], lambda: build_dataset(spec.name, self.data, decode_fields(fields)))
+        return self._once([spec.name, spec.fields], lambda: build_dataset(spec.name, self.data, spec.fields))
 
     def stream(
         self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64
     ) -> Stream:
         """Return streams of a data set, made once: experiments with the same data, scenario and seeds share them."""
-
-        def make() -> Stream:
-            protocol = build_scenario(scenario.name, decode_fields(scenario.fields))
-            return Stream(self.dataset(dataset), protocol, seeds, batch)
-
+        data, protocol = self.dataset(dataset), build_scenario(scenario.name, scenario.fields)
         key = [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch]
-        return self._once(key, make)
+        return self._once(key, lambda: Stream(data, protocol, seeds, batch))
 
     def module(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
         """Return a network with weights: a custom one, or that of ``weights``, its library or the data set."""
@@ -149,9 +145,12 @@ class Workbench:
         alone = methods.parse(name).alone  # knowledge does not depend on a guard or a filter
         own = methods.field_names(alone)
         unusual = departures(alone, net, data, {field: value for field, value in fields.items() if field in own})
-        path = find_knowledge(alone, model, trained_on(data), self.root(data), unusual)
+        if isinstance(fields.get("knowledge"), str | PathLike):
+            path = fields["knowledge"]
+        else:  # none, or a digest in a spec
+            path = find_knowledge(alone, model, trained_on(data), self.root(data), unusual)
         try:
-            method = plain_method(name, net, data, {"knowledge": path, **fields})
+            method = plain_method(name, net, data, {**fields, "knowledge": path})
             method.init(net)  # refuses knowledge that is missing or belongs to another network
             _check_knowledge(method, trained_on(data))
         except KnowledgeError as error:
@@ -280,9 +279,9 @@ def _numbers_of_image(data: Dataset) -> int:
 
 
 def _converted(components: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields in the types that components take, from what people write."""
+    """Return fields in the types that components take, from what people write, or from a spec."""
     types = {field.name: field.type for component in components for field in dataclasses.fields(component)}
-    return {name: _convert(types.get(name), value) for name, value in fields.items()}
+    return {name: _convert(types.get(name), decode_value(value)) for name, value in fields.items()}
 
 
 def _convert(wanted: Any, value: Any) -> Any:
