@@ -9,7 +9,6 @@ import tribe
 from commands import app
 from tribe.cli.options import method_names
 from tribe.experiments import bench
-from tribe.experiments.execution import without_filter
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.provenance import code_at, from_file
 from tribe.experiments.spec import ComponentSpec
@@ -53,7 +52,7 @@ def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
     assert method_names(f"{mine}:Mine,{mine}:Mine+time,+tribe+cofa") == ["mine", "mine+time", "tribe+cofa"]
     experiment = planned(workbench, "mine+time", within="batch", rate=0.2)
     assert experiment.method.code == code_at(str(mine))
-    assert without_filter(experiment) == planned(workbench, "mine", rate=0.2)
+    assert experiment.without_filter == planned(workbench, "mine", rate=0.2)
     (sent,) = custom_code(experiment)
     assert (sent.name, sent.attribute, sent.content) == ("mine", "Mine", mine.read_bytes())
     with pytest.raises(ValueError, match="did you mean 'time'"):

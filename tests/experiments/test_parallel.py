@@ -24,7 +24,7 @@ from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
 from tribe.data.scenarios import Scenario, Schedule
 from tribe.experiments import execution
-from tribe.experiments.execution import ExperimentRunner, RunSettings, in_groups, run_experiment, without_filter
+from tribe.experiments.execution import ExperimentRunner, RunSettings, in_groups, run_experiment
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.spec import ComponentSpec
@@ -261,7 +261,7 @@ def test_groups_stand_together_with_the_method_alone_first(filtered):
     bn, timed, _, cofa = filtered
     other = dataclasses.replace(bn, batch=8)
     assert in_groups([timed, other, cofa, bn]) == [bn, timed, cofa, other]
-    assert without_filter(cofa) == without_filter(timed) == bn == without_filter(bn)
+    assert cofa.without_filter == timed.without_filter == bn == bn.without_filter
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.precision import float32_precision
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment, difference
-from tribe.experiments.provenance import code_of, commit, machine
+from tribe.experiments.provenance import commit, machine
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import Progress, run
-from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, changed, component_digests
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Parts, Workbench, in_precision
@@ -87,7 +85,7 @@ class ExperimentRunner:
     ) -> None:
         self.store = ResultStore(settings.root)
         self._settings, self._workbench = settings, workbench
-        self._sharing = Counter(without_filter(experiment).id for experiment in planned)
+        self._sharing = Counter(experiment.without_filter.id for experiment in planned)
         self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
     def run(self, experiment: Experiment, progress: Progress | None = None, wait: bool = True) -> Result:
@@ -139,7 +137,7 @@ class ExperimentRunner:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(experiment.threads or torch.get_num_threads())
             net, method = in_precision(parts.net, parts.method, experiment.precision)
-            alone, keep = without_filter(experiment), self._settings.keep_outputs
+            alone, keep = experiment.without_filter, self._settings.keep_outputs
             fits = stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
             is_shared = self._sharing[alone.id] > 1 and fits and not keep
             rule = Pipeline.of(method).filter
@@ -227,25 +225,9 @@ class ExperimentRunner:
         return built.parts
 
 
-# -- filters ----------------------------------------------------------------------------------------------------------
-
-
-def without_filter(experiment: Experiment) -> Experiment:
-    """Return the experiment of the method alone; the same one if its method has no time filter."""
-    name = methods.parse(experiment.method.name).unfiltered
-    if name == experiment.method.name:
-        return experiment
-    try:
-        own, classes = methods.field_names(name), methods.classes_of(name)
-    except ValueError:  # a custom method that is unknown here
-        return experiment
-    fields = {field: value for field, value in experiment.method.fields.items() if field in own}
-    return dataclasses.replace(experiment, method=ComponentSpec(name, fields, code_of(*classes)), parts=None)
-
-
 def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:
     """Return experiments that share a play beside one another, where the first was; the method alone comes first."""
     groups: dict[Experiment, list[Experiment]] = {}
     for experiment in experiments:
-        groups.setdefault(without_filter(experiment), []).append(experiment)
+        groups.setdefault(experiment.without_filter, []).append(experiment)
     return [e for alone, group in groups.items() for e in sorted(group, key=lambda e: e != alone)]

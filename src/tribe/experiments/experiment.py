@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tribe import methods
 from tribe.core.precision import check_precision, precision_on
+from tribe.experiments.provenance import code_of
 from tribe.experiments.spec import ComponentSpec, canonical, describe, differences
 from tribe.experiments.workbench import Parts, Workbench, model_code
 from tribe.fields import is_whole
@@ -121,6 +123,19 @@ class Experiment:
     def with_seeds(self, seeds: Sequence[int]) -> "Experiment":
         """Return the same experiment with other seeds."""
         return self if tuple(seeds) == self.seeds else dataclasses.replace(self, seeds=tuple(seeds))
+
+    @cached_property
+    def without_filter(self) -> "Experiment":
+        """The experiment of the method alone; the same one if its method has no time filter."""
+        name = methods.parse(self.method.name).unfiltered
+        if name == self.method.name:
+            return self
+        try:
+            own, classes = methods.field_names(name), methods.classes_of(name)
+        except ValueError:  # a custom method that is unknown here
+            return self
+        fields = {field: value for field, value in self.method.fields.items() if field in own}
+        return dataclasses.replace(self, method=ComponentSpec(name, fields, code_of(*classes)), parts=None)
 
     def record_spec(self) -> dict[str, Any]:
         """Return the spec of its records, to which `run` adds the seed."""

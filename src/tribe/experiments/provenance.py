@@ -62,11 +62,6 @@ def code_at(place: str) -> str | None:
     return None if place.partition(".")[0] == "tribe" or _is_installed(file) else _hash([file])
 
 
-def coded(code: str | None) -> dict[str, str]:
-    """Return the entry of a spec for a hash of code: none if the code is part of tribe."""
-    return {} if code is None else {"code": code}
-
-
 def is_ours(part: Any) -> bool:
     """Return whether a class or function is part of tribe."""
     return str(part.__module__).partition(".")[0] == "tribe"

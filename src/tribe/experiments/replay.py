@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import clone, select
-from tribe.experiments.provenance import code_of, coded
+from tribe.experiments.provenance import code_of
 from tribe.experiments.record import Outputs, Record
 from tribe.experiments.runner import Progress, predictions
-from tribe.experiments.spec import plain
+from tribe.experiments.spec import ComponentSpec, plain
 from tribe.experiments.table import RunningError
 from tribe.filters import TimeFilter
 from tribe.methods import parse
@@ -120,4 +120,4 @@ def _spec(record: Record, rule: TimeFilter, given: Mapping[str, Any] | None) -> 
     method = record.spec.get("method", {})
     code = method.get("code") or code_of(type(rule), strict=False)
     fields = {**method.get("fields", {}), **plain(encode_fields(rule))}
-    return {**record.spec, "method": {"name": f"{method.get('name')}+{rule.name}", "fields": fields, **coded(code)}}
+    return {**record.spec, "method": ComponentSpec(f"{method.get('name')}+{rule.name}", fields, code).json()}

@@ -17,9 +17,9 @@ from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import Info, clone, digest, select, tree_map
 from tribe.data.datasets import fingerprint, optional
-from tribe.experiments.provenance import code_of, coded, file_digest, is_custom
+from tribe.experiments.provenance import code_of, file_digest, is_custom
 from tribe.experiments.record import FROM_INFO, Kind, Record
-from tribe.experiments.spec import describe
+from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.stream import Stream
 from tribe.experiments.table import Columns, RecordTable, RunCheckpoint
 from tribe.health.alarms import KINDS
@@ -164,7 +164,7 @@ def _described(net: Backbone, method: AnyMethod, stream: Stream) -> dict[str, An
     return {
         "dataset": data,
         "images": fingerprint(stream.dataset),
-        "model": {"name": type(net.model).__name__, "fields": {}, **coded(code)},
+        "model": ComponentSpec(type(net.model).__name__, {}, code).json(),
         "weights": net.fingerprint(),
         "scenario": scenario,
         "method": adapting,

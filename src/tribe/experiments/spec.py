@@ -9,7 +9,7 @@ from typing import Any
 
 from tribe.data import scenarios
 from tribe.data.datasets import NOT_IN_SPECS, optional
-from tribe.experiments.provenance import code_of, coded
+from tribe.experiments.provenance import code_of
 from tribe.methods import Method, Pipeline
 from tribe.methods.encoding import encode_fields
 
@@ -24,7 +24,7 @@ class ComponentSpec:
 
     def json(self) -> dict[str, Any]:
         """Return the spec as plain data."""
-        return {"name": self.name, "fields": self.fields, **coded(self.code)}
+        return {"name": self.name, "fields": self.fields} | ({} if self.code is None else {"code": self.code})
 
 
 def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
