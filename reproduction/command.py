@@ -13,13 +13,12 @@ from rich.table import Table as Grid
 from reproduction import plan as planning
 from reproduction import tables
 from reproduction.beyond import MARK, extend
-from reproduction.chart import draw_chart
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, compare, stream_name
 from reproduction.document import all_comparisons, by_settings, write_document
 from reproduction.keep import keep
 from reproduction.output import OutputTarget
-from reproduction.plan import COMPONENTS, Choices, Finished, Plan
+from reproduction.plan import COMPONENTS, Choices, Plan, select
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
 from tribe.cli.options import parse_overrides, parse_seeds
@@ -28,10 +27,9 @@ from tribe.cli.planning import make_workbench
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
-from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
-from tribe.experiments.store import ResultStore, finished
+from tribe.experiments.store import Result, ResultStore, finished
 from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder, write_atomically
@@ -39,7 +37,7 @@ from tribe.methods import names as method_names
 from tribe.methods import parse
 from tribe.registry import nearest
 
-SUFFIXES = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".json": "json"}
+SUFFIXES = {".md": "markdown", ".csv": "csv", ".json": "json"}
 PLAIN = ("dataset", "model", "weights", "batch", "precision", "threads")  # keys of --set without a component
 BEYOND = ("none", "time", "all")
 
@@ -75,10 +73,10 @@ Workers = Annotated[
 ]
 NoRun = Annotated[bool, typer.Option("--no-run", help="Only compare results in --runs; needs no data or weights.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs, and whether they are done.")]
-Style = Annotated[str, typer.Option("--format", help="table, markdown, latex, csv or json.")]
+Style = Annotated[str, typer.Option("--format", help="table, markdown, csv or json.")]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Write to this file; .md, .tex, .csv and .json set the format; .svg, .png, .pdf: a chart."),
+    typer.Option(help="Write to this file; .md, .csv and .json set the format."),
 ]
 
 
@@ -103,8 +101,7 @@ def reproduce(
     Results in --runs are never computed again. Several processes with the same arguments share the work.
     """
     with messages(redirect=False), message_on_interrupt(runs):
-        chart = out is not None and out.suffix in plots.FORMATS
-        output = _output(style, None if chart else out)
+        output = _output(style, out)
         if not artifact:
             _list_tables(output)
             return
@@ -117,16 +114,14 @@ def reproduce(
             return
         choices, weights = _choices(settings, parse_seeds(seeds), device)
         if artifact == "claims":
-            _show_claims(_judge_all(choices, planning.read(runs)), output)
+            _show_claims(_judge_all(choices, finished(runs)), output)
             return
         table = _find_table(artifact, beyond)
-        if chart and out is not None:
-            plots.check_path(out)
         with messages():
             choices = _with_fields(choices, table, rows, columns, settings)
         if no_run:
             workbench = Workbench(data, "cpu", threads=choices.threads)
-            plan = planning.search(table, choices, planning.read(runs), workbench)
+            plan = planning.search(table, choices, finished(runs), workbench)
         else:
             with messages():
                 workbench = make_workbench(choices.model or "", weights, data, device, choices.threads)
@@ -138,8 +133,6 @@ def reproduce(
         comparison = compare(plan)
         verdicts = [judge(c, {comparison.name: comparison}) for c in claims() if list(c.tables) == [comparison.name]]
         _show(comparison, verdicts, output)
-        if chart and out is not None:
-            plots.save(draw_chart(comparison), out)
         if plan.problems:
             _print_problems(plan.problems)
             raise typer.Exit(1)
@@ -212,7 +205,7 @@ def _split(text: str | None) -> list[str]:
 
 def _run(plan: Plan, runs: Path, workers: str | None) -> Plan:
     """Run the experiments that are missing; return the plan with all results."""
-    missing, outcomes = plan.experiments, dict[str, Finished | str]()
+    missing, outcomes = plan.experiments, dict[str, Result | str]()
     if missing:
         check_folder(runs)
         with experiment_bars(plan.table.name, len(missing), _name_of) as bars:
@@ -226,7 +219,7 @@ def _run(plan: Plan, runs: Path, workers: str | None) -> Plan:
                 done=bars.done,
             )
         for outcome in results:
-            reason = outcome.reason if isinstance(outcome, Failure) else Finished(outcome)
+            reason = outcome.reason if isinstance(outcome, Failure) else outcome
             outcomes[outcome.experiment.id] = reason
     return plan.with_results(outcomes)
 
@@ -289,9 +282,9 @@ def _keep(runs: Path, target: Path, data: Path | None) -> None:
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _judge_all(choices: Choices, results: Sequence[Finished]) -> list[Verdict]:
+def _judge_all(choices: Choices, results: Sequence[Result]) -> list[Verdict]:
     """Judge all claims on the first series of results that the choices accept."""
-    accepted = [found.select(choices.seeds) for found in results if choices.accepts(found.experiment)]
+    accepted = [select(found, choices.seeds) for found in results if choices.accepts(found.experiment)]
     series = by_settings([found for found in accepted if found is not None])
     compared = all_comparisons(next(iter(series.values()), []))
     return [judge(claim, {c.name: c for c in compared if "(ours:" not in c.title}) for claim in claims()]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from reproduction.beyond import MARK
 from reproduction.keep import stale
-from reproduction.plan import Finished, Plan, Planned, stream_of
+from reproduction.plan import Plan, Planned, stream_of
 from reproduction.tables import Cell, Value
 from tribe.data import scenarios
 from tribe.data.scenarios import Scenario, class_counts
@@ -14,6 +14,7 @@ from tribe.data.scenarios.sampling import LongTail, Natural, Shuffled
 from tribe.experiments import statistics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import same_for_all_seeds
+from tribe.experiments.store import Result
 
 READING = "‡"  # of rows that the paper leaves open
 
@@ -136,7 +137,8 @@ def _entry(planned: Planned, counts: Mapping[int | None, int], paper: Value) -> 
     if found is None:
         return Entry(None, paper, cell.unit)
     scale = 100 if cell.unit == "%" else 1
-    by_seed = {seed: scale * value for seed, value in found.values(cell.metric or "", cell.domain).items()}
+    numbers = (scale * value for value in found.values(cell.metric or "", cell.domain))
+    by_seed = dict(zip(found.streams, numbers, strict=True))
     if any(value != value for value in by_seed.values()):
         return Entry(None, paper, cell.unit)
     return Entry(statistics.spread([*by_seed.values()]).mean, paper, cell.unit, by_seed, found.experiment)
@@ -179,7 +181,7 @@ def _protocol(cell: Cell) -> str:
 # -- notes ------------------------------------------------------------------------------------------------------------
 
 
-def _played(plan: Plan) -> dict[tuple[str, str], Finished]:
+def _played(plan: Plan) -> dict[tuple[str, str], Result]:
     return {place: planned.finished for place, planned in plan.cells.items() if planned.finished is not None}
 
 
@@ -217,7 +219,7 @@ def _departures(plan: Plan) -> list[str]:
 
 def _length(plan: Plan) -> list[str]:
     """Return how many images of each domain ours plays, where the paper plays another part of the data set."""
-    scores = [scores for found in _played(plan).values() for scores in found.result.metrics.values()]
+    scores = [scores for found in _played(plan).values() for scores in found.metrics.values()]
     counts = {round(s["images"] / max(1, len(s["domain_error"]))) for s in scores}
     if plan.table.images is None or not counts - {plan.table.images}:
         return []
@@ -227,7 +229,7 @@ def _length(plan: Plan) -> list[str]:
 
 def _stale(plan: Plan) -> list[str]:
     """Return which components have changed since the results were computed."""
-    results = (found.result for found in _played(plan).values())
+    results = _played(plan).values()
     changed = {f"the {role} {getattr(r.experiment, role).name}" for r in results for role in stale(r)}
     if not changed:
         return []
@@ -241,14 +243,15 @@ def _duels(plan: Plan) -> list[str]:
     for column in plan.table.column_keys:
         for group in dict.fromkeys(groups.values()):
             cells = {row: plan.cells[row, column].finished for row in groups if groups[row] == group}
-            streams = {
-                row: found for row, found in cells.items() if found is not None and len(found.result.streams) > 1
-            }
+            streams = {row: found for row, found in cells.items() if found is not None and len(found.streams) > 1}
             names = frozenset(found.experiment.id for found in streams.values())
             if len(names) < 2 or names in seen or same_for_all_seeds(_any(streams).experiment.scenario.json()):
                 continue
             seen.add(names)
-            errors = {row: found.values("instance_error") for row, found in streams.items()}
+            errors = {
+                row: dict(zip(found.streams, found.values("instance_error"), strict=True))
+                for row, found in streams.items()
+            }
             one, other = sorted(errors, key=lambda row: statistics.spread([*errors[row].values()]).mean)[:2]
             seeds = [seed for seed in errors[one] if seed in errors[other]]
             if len(seeds) > 1:
@@ -257,5 +260,5 @@ def _duels(plan: Plan) -> list[str]:
     return notes
 
 
-def _any(streams: Mapping[str, Finished]) -> Finished:
+def _any(streams: Mapping[str, Result]) -> Result:
     return next(iter(streams.values()))

@@ -13,11 +13,11 @@ from reproduction import tables
 from reproduction.beyond import extend
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, Entry, compare
-from reproduction.plan import Choices, Finished, read, search
+from reproduction.plan import Choices, search, settings_of
 from reproduction.render import CLAIMS_HEAD, CSV_HEAD, claim_cells, csv_lines, csv_rows, markdown_table, number
 from reproduction.tables import Table
 from tribe.data import datasets
-from tribe.experiments.store import Result
+from tribe.experiments.store import Result, finished
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import write_atomically
 
@@ -32,7 +32,7 @@ GENERATED = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.S)
 
 def write_document(root: str | PathLike[str], page: Path) -> None:
     """Replace the generated parts of a page, and write the CSV files into the folder with its name."""
-    series = by_settings(read(root))
+    series = by_settings(finished(root))
     compared = [all_comparisons(results) for results in series.values()]
     main = {c.name: c for c in next(iter(compared), []) if "(ours:" not in c.title}
     verdicts = [judge(claim, main) for claim in claims()]
@@ -66,16 +66,16 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
     return GENERATED.sub(lambda match: match[1] + blocks[match[2]] + match[3], text)
 
 
-def by_settings(results: Sequence[Finished]) -> dict[str, list[Finished]]:
+def by_settings(results: Sequence[Result]) -> dict[str, list[Result]]:
     """Group results by the settings that a table shares: first those from a GPU, then the most."""
-    found: dict[str, list[Finished]] = {}
+    found: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(result.settings, []).append(result)
+        found.setdefault(settings_of(result.experiment), []).append(result)
     order = sorted(found, key=lambda name: (found[name][0].experiment.device != "cuda", -len(found[name])))
     return {name: found[name] for name in order}
 
 
-def all_comparisons(results: Sequence[Finished]) -> list[Comparison]:
+def all_comparisons(results: Sequence[Result]) -> list[Comparison]:
     """Compare all tables with results of the same settings: on the paper's data and networks, and on others."""
     workbench, found = Workbench(device="cpu"), list[Comparison | None]()
     for table in [*tables.all_tables(), tables.released()]:
@@ -87,7 +87,7 @@ def all_comparisons(results: Sequence[Finished]) -> list[Comparison]:
     return [comparison for comparison in found if comparison is not None]
 
 
-def _replacements(table: Table, results: Sequence[Finished]) -> list[tuple[str, str]]:
+def _replacements(table: Table, results: Sequence[Result]) -> list[tuple[str, str]]:
     """Return data sets of the same clean images, with their networks, that were played in place of a table's."""
     papers = {(cell.dataset, cell.model) for cell in table.cells.values() if cell.method is not None}
     if len(papers) != 1:
@@ -149,15 +149,14 @@ def _tables(names: Iterable[str], folder: str) -> str:
     return ", ".join(f"[{name}]({folder}/{name}.csv)" for name in sorted(names)) + ".\n"
 
 
-def _runs(series: Mapping[str, Sequence[Finished]]) -> str:
+def _runs(series: Mapping[str, Sequence[Result]]) -> str:
     rows = []
     for settings, results in series.items():
-        runs = [found.result for found in results]
-        images = sum(scores["images"] for run in runs for scores in run.metrics.values())
-        hours = sum(_seconds(run) for run in runs) / 3600
-        machines = sorted({str(run.environment.get("machine", {}).get("device", "")) for run in runs})
-        seeds = sorted({seed for run in runs for seed in run.streams})
-        rows.append([settings, " and ".join(machines), ", ".join(map(str, seeds)), str(len(runs))])
+        images = sum(scores["images"] for run in results for scores in run.metrics.values())
+        hours = sum(_seconds(run) for run in results) / 3600
+        machines = sorted({str(run.environment.get("machine", {}).get("device", "")) for run in results})
+        seeds = sorted({seed for run in results for seed in run.streams})
+        rows.append([settings, " and ".join(machines), ", ".join(map(str, seeds)), str(len(results))])
         rows[-1] += [f"{images:,}", f"{hours:.2f}"]
     return markdown_table(["settings", "machine", "seeds", "experiments", "images", "hours"], rows)
 

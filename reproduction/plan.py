@@ -11,8 +11,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from os import PathLike
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from tribe import methods
 from tribe.core.precision import precision_on
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec, describe
-from tribe.experiments.store import Result, finished
+from tribe.experiments.store import Result
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, build_scenario, trained_on
 from tribe.experiments.workers import error_message
@@ -97,39 +95,19 @@ class Choices:
         return all(wanted in (None, actual) for wanted, actual in pairs)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """The result of one experiment, with some of its seeds."""
-
-    result: Result
-
-    @property
-    def experiment(self) -> Experiment:
-        """The experiment."""
-        return self.result.experiment
-
-    def values(self, metric: str, domain: str | None = None) -> dict[int, float]:
-        """Return a number for each seed, NaN where there is none; "domain_error" needs a domain."""
-        return dict(zip(self.result.streams, self.result.values(metric, domain), strict=True))
-
-    def select(self, seeds: Sequence[int] | None) -> "Finished | None":
-        """Return the result of some seeds, None: of all; None if it has none of them."""
-        chosen = [seed for seed in seeds or self.result.streams if seed in self.result.streams]
-        streams = {seed: self.result.streams[seed] for seed in chosen}
-        experiment = self.result.experiment.with_seeds(chosen)
-        return Finished(dataclasses.replace(self.result, experiment=experiment, streams=streams)) if chosen else None
-
-    @cached_property
-    def settings(self) -> str:
-        """The settings that all cells of a table share, in words."""
-        e = self.experiment
-        threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
-        return f"{e.device}{threads}, {e.precision}, batch {e.batch}"
+def select(result: Result, seeds: Sequence[int] | None) -> Result | None:
+    """Return the result of some seeds, None: of all; None if it has none of them."""
+    chosen = [seed for seed in seeds or result.streams if seed in result.streams]
+    streams = {seed: result.streams[seed] for seed in chosen}
+    experiment = result.experiment.with_seeds(chosen) if chosen else result.experiment
+    return dataclasses.replace(result, experiment=experiment, streams=streams) if chosen else None
 
 
-def read(root: str | PathLike[str]) -> list[Finished]:
-    """Read all finished results of a folder; a damaged one is left out with a warning that names its file."""
-    return [Finished(result) for result in finished(root)]
+def settings_of(experiment: Experiment) -> str:
+    """Return the settings that all cells of a table share, in words."""
+    e = experiment
+    threads = "" if e.threads is None else f", {e.threads} thread{'s' * (e.threads > 1)}"
+    return f"{e.device}{threads}, {e.precision}, batch {e.batch}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +116,7 @@ class Planned:
 
     cell: Cell
     experiment: Experiment | None = None
-    finished: Finished | None = None
+    finished: Result | None = None
     problem: str | None = None
 
 
@@ -165,7 +143,7 @@ class Plan:
                 found.setdefault(planned.problem, []).append(f"{row}, {column}")
         return found
 
-    def with_results(self, results: Mapping[str, Finished | str]) -> "Plan":
+    def with_results(self, results: Mapping[str, Result | str]) -> "Plan":
         """Return the plan with the results of experiments by their ids, or with the reason why one failed."""
         cells = dict(self.cells)
         for place, planned in self.cells.items():
@@ -194,7 +172,7 @@ def build(table: Table, choices: Choices, workbench: Workbench) -> Plan:
     return _plan(table, choices, workbench, find)
 
 
-def search(table: Table, choices: Choices, results: Sequence[Finished], workbench: Workbench) -> Plan:
+def search(table: Table, choices: Choices, results: Sequence[Result], workbench: Workbench) -> Plan:
     """Plan a table with finished results.
 
     Raises:
@@ -211,7 +189,7 @@ def search(table: Table, choices: Choices, results: Sequence[Finished], workbenc
             if names == tuple(getattr(found.experiment, part).name for part in ("method", "dataset", "model"))
         ]
         expected = _expected(cell, choices, workbench) if alike else {}  # it takes a while
-        chosen = [found.select(choices.seeds) for found, spec in alike if _fits(spec, expected)]
+        chosen = [select(found, choices.seeds) for found, spec in alike if _fits(spec, expected)]
         fitting = [found for found in chosen if found is not None]
         if not fitting:
             raise ValueError("no result fits")
@@ -311,7 +289,7 @@ def _refuse_mixture(plan: Plan) -> None:
             continue
         e = planned.finished.experiment
         for key, value in (
-            (("settings",), planned.finished.settings),
+            (("settings",), settings_of(e)),
             (("images", repr(e.dataset)), e.images),
             (("weights", repr(e.model)), e.weights),
         ):

@@ -26,7 +26,7 @@ def keys(name, **choices):
 
 @pytest.fixture(scope="module")
 def committed():
-    return planning.read(ROOT / "results")
+    return finished(ROOT / "results")
 
 
 def searched(name, committed, **choices):
