@@ -7,14 +7,12 @@ that is not much older.
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
@@ -36,14 +34,14 @@ class History:
     between it and the newest are spaced so that their ages grow by about the same factor. With 32 snapshots, taken once
     a minute for ten weeks, every age finds a snapshot that is at most twice as old (with 16: five times).
 
-    Memory is bounded: ``keep`` copies of the state, refused at the start if they exceed ``megabytes``.
+    Memory is bounded: ``keep`` copies of the state in the host's memory, refused at the start if they exceed
+    ``megabytes``.
     """
 
     every: int | None = 1000  # images of a stream between two snapshots, padding included; None: by time alone
     seconds: float | None = 60.0  # time between two snapshots, for cameras with few images; None: by images alone
     keep: int = 32  # snapshots of a stream, at least 2
     megabytes: float = 1024  # the most memory that the snapshots of a stream may take, in 2**20 bytes
-    on_host: bool = True  # keep them in the host's memory, also those of a GPU's states; False: where the state is
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)  # seconds; never goes back
 
     def __post_init__(self) -> None:
@@ -54,7 +52,6 @@ class History:
         require(self.every is not None or self.seconds is not None, "a history needs every= or seconds=", self)
         require(is_whole(self.keep, 2), "keep is a number of snapshots, at least 2", self.keep)
         require(is_number(self.megabytes) and self.megabytes > 0, "megabytes is a number above 0", self.megabytes)
-        require(isinstance(self.on_host, bool), "on_host is True or False", self.on_host)
         require(callable(self.clock), "clock is a function that returns seconds", self.clock)
 
     @classmethod
@@ -67,6 +64,18 @@ class History:
         if not isinstance(history, cls):
             raise TypeError(f"history is None, True or a tribe.History; got {type(history).__name__}")
         return history
+
+    def check_memory(self, state: Any) -> None:
+        """Raise if the snapshots of this state would take more memory than allowed."""
+        each = count_bytes(state) / 2**20
+        if (needed := each * self.keep) > self.megabytes:
+            advice = [f"megabytes={math.ceil(needed)}"]
+            if (fitting := int(self.megabytes / each)) >= 2:
+                advice.insert(0, f"keep={fitting}")
+            raise ValueError(
+                f"a history of {self.keep} snapshots of {each:,.1f} MB each would take {needed:,.1f} MB; the limit is "
+                f"{self.megabytes:,.0f} MB. Choose tribe.History({') or tribe.History('.join(advice)})"
+            )
 
 
 class Snapshot(NamedTuple):
@@ -148,7 +157,7 @@ class Timeline:
         due = not self.records or (every is not None and self.places >= every)
         if not due and (seconds is None or now - self.records[-1].taken < seconds):
             return self
-        copied = tree_map(lambda t: t.detach().to("cpu" if self.policy.on_host else t.device, copy=True), state)
+        copied = tree_map(lambda t: t.detach().to("cpu", copy=True), state)
         new = TimedSnapshot(Snapshot(method, copied, net, frozen=False), now, self.counts())
         return replace(self, records=thin((*self.records, new), self.policy), places=0)
 
@@ -288,29 +297,3 @@ def check_snapshot(snapshot: Any, method: AnyMethod, net: Backbone, streams: int
             "the snapshot was taken on another network: its weights differ from this one's. Restore it where it was "
             "taken, with the same weights and precision"
         )
-
-
-def check_memory(policy: History, state: Any) -> None:
-    """Raise if the snapshots of this state would take more memory than the policy allows, or than there is."""
-    size, limit = count_bytes(state), policy.megabytes * 2**20
-    there = _memory_of(state.key.seed.device, policy.on_host)
-    if size * policy.keep <= min(limit, there):
-        return
-    needed, fitting = math.ceil(size * policy.keep / 2**20), int(min(limit, there) // size)
-    advice = [f"keep={fitting}"] if fitting >= 2 else []
-    advice += [f"megabytes={needed}"] if needed * 2**20 <= there else []
-    raise ValueError(
-        f"a history of {policy.keep} snapshots of {size / 2**20:,.1f} MB each would take {needed:,} MB; the limit is "
-        f"{min(limit, there) / 2**20:,.0f} MB. "
-        + (f"Choose tribe.History({') or tribe.History('.join(advice)})" if advice else "Adapt without a history")
-    )
-
-
-def _memory_of(device: torch.device, on_host: bool) -> float:
-    """The bytes of memory of the machine, or of a GPU; infinity if it cannot be read."""
-    if device.type == "cuda" and not on_host:
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    except (AttributeError, ValueError, OSError):
-        return math.inf
