@@ -11,7 +11,7 @@ Every method adapts, and is over-confident, in its own way: so an estimator belo
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
 from typing import Any, NamedTuple
@@ -351,41 +351,23 @@ def _play(
     kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
     kind = torch.tensor([kinds[name] for name, _ in conditions])
     streams = list[Labelled]()
-    for together in groups:
-        seen, right = list[Images](), list[Tensor]()
-        for signals, hits in _steps(net, method, images, labels, together, conditions, temperature, seed):
-            seen.append(signals)
-            right.append(hits)
+    for plans in groups:
+        domain = torch.stack([plan.condition for plan in plans])  # (S, N)
+        number = torch.stack([plan.number for plan in plans])
+        state, shift = method.init(net, len(plans), seed), start_shift(net, len(plans))
+        seen: list[tuple[Tensor, ...]] = []  # signals of each batch, and which predictions are right
+        for d, i in zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True):
+            x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
+            x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
+            answers, shift = ask(net, shift, x, every, PROBE)
+            output, state = method.step(net, state, x)
+            logits = output if method.output == "logits" else output.clamp_min(torch.finfo(output.dtype).tiny).log()
+            signals = per_image_signals(logits, temperature, state.info.student_agreement, answers)
+            seen.append((*(t.cpu() for t in signals), logits.argmax(-1).cpu() == labels[i]))
             done += 1
             if progress is not None:
                 progress(done, batches)
-        whole, hits = Images(*(torch.cat(column, 1) for column in zip(*seen, strict=True))), torch.cat(right, 1)
-        for s, plan in enumerate(together):
-            streams.append(Labelled(Images(*(t[s] for t in whole)), hits[s], kind[plan.condition]))
+        *whole, right = (torch.cat(column, 1) for column in zip(*seen, strict=True))
+        for s, plan in enumerate(plans):
+            streams.append(Labelled(Images(*(t[s] for t in whole)), right[s], kind[plan.condition]))
     return streams
-
-
-def _steps(
-    net: Backbone,
-    method: AnyMethod,
-    images: Tensor,
-    labels: Tensor,
-    plans: Sequence[Plan],
-    conditions: Sequence[Condition],
-    temperature: float,
-    seed: int,
-) -> Iterator[tuple[Images, Tensor]]:
-    """Of each batch of streams of equal length: what an estimator sees of it, and which predictions are right."""
-    domain = torch.stack([plan.condition for plan in plans])  # (S, N)
-    number = torch.stack([plan.number for plan in plans])
-    state, shift = method.init(net, len(plans), seed), start_shift(net, len(plans))
-    for d, i in zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True):
-        x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
-        x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
-        answers, shift = ask(net, shift, x, every, PROBE)
-        output, state = method.step(net, state, x)
-        logits = output.clamp_min(torch.finfo(output.dtype).tiny).log() if method.output == "probabilities" else output
-        signals = Images(
-            *(t.cpu() for t in per_image_signals(logits, temperature, state.info.student_agreement, answers))
-        )
-        yield signals, logits.argmax(-1).cpu() == labels[i]

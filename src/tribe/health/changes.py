@@ -7,7 +7,7 @@ deviations of the older one, root mean square over channels. 0 means unchanged; 
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -106,11 +106,9 @@ def compare_states(
     ]
     classes = [ClassChange(i, change) for i, change in enumerate(_classes(net, old, new, chosen))]
     learned = list(zip(old.info.images.tolist(), new.info.images.tolist(), strict=True))
-    whole = {part: _whole(found) for part, found in parts.items()}
-    each = [
-        StreamChange(i, learned[i], **{part: None if t is None else float(t[i]) for part, t in whole.items()})
-        for i in chosen
-    ]
+    whole = {part: torch.stack([*found.values()]).sum(0) if found else None for part, found in parts.items()}
+    shares = [[None] * count if t is None else _relative(t).tolist() for t in whole.values()]
+    each = [StreamChange(i, learned[i], *(share[i] for share in shares)) for i in chosen]
     return Comparison(
         since,
         tuple(each),
@@ -119,27 +117,16 @@ def compare_states(
     )
 
 
-class Part(NamedTuple):
-    """A squared change and what it is relative to, (S,) each."""
-
-    moved: Tensor
-    norm: Tensor
+Part = Tensor  # (2, S) squared changes, and what they are relative to
 
 
 def _relative(part: Part) -> Tensor:
     """(S,): 0 / 0 counts as 0."""
-    return (part.moved / part.norm.clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+    return (part[0] / part[1].clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
 
 
 def _over(part: Part | None, chosen: Sequence[int]) -> float | None:
     return None if part is None else float(_relative(part)[chosen].square().mean().sqrt())
-
-
-def _whole(parts: Mapping[str, Part]) -> Tensor | None:
-    if not parts:
-        return None
-    moved, norm = (torch.stack(column).sum(0) for column in zip(*parts.values(), strict=True))
-    return _relative(Part(moved, norm))
 
 
 def _square(*tensors: Tensor) -> Tensor:
@@ -152,7 +139,7 @@ def _affine(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
     widths = [slot.channels for slot in net.slots]
     scale, shift, new_scale, new_shift = (t.split(widths, 1) for t in (*old.affine, *new.affine))
     return {
-        slot.name: Part(_square(new_scale[i] - scale[i], new_shift[i] - shift[i]), _square(scale[i], shift[i]))
+        slot.name: torch.stack((_square(new_scale[i] - scale[i], new_shift[i] - shift[i]), _square(scale[i], shift[i])))
         for i, slot in enumerate(net.slots)
         if slot.layer.weight is not None
     }
@@ -163,7 +150,7 @@ def _statistics(net: Backbone, old: Deployed, new: Deployed) -> dict[str, Part]:
         return {}
     squares = squared_moves(net, old.stats, new.stats)[:, 0]  # (S, C)
     columns = {slot.name: squares[:, slot.columns] for slot in net.slots}
-    return {name: Part(t.sum(1), torch.full_like(t[:, 0], t.shape[1])) for name, t in columns.items() if t.shape[1]}
+    return {n: torch.stack((t.sum(1), torch.full_like(t[:, 0], t.shape[1]))) for n, t in columns.items() if t.shape[1]}
 
 
 def squared_moves(net: Backbone, old: Stats, new: Stats) -> Tensor:
@@ -217,14 +204,11 @@ def constants(net: Backbone, like: Tensor) -> Constants:
 def _weights(old: Deployed, new: Deployed) -> dict[str, Part]:
     if old.weights is None or new.weights is None:
         return {}
-    moved: dict[str, list[Tensor]] = defaultdict(list)
-    norms: dict[str, list[Tensor]] = defaultdict(list)
+    found: dict[str, list[Part]] = defaultdict(list)
     for name in new.weights[0]:
         before, after = (torch.stack([row[name].float() for row in rows]) for rows in (old.weights, new.weights))
-        layer = name.rpartition(".")[0]
-        moved[layer].append(_square(after - before))
-        norms[layer].append(_square(before))
-    return {layer: Part(torch.stack(moved[layer]).sum(0), torch.stack(norms[layer]).sum(0)) for layer in moved}
+        found[name.rpartition(".")[0]].append(torch.stack((_square(after - before), _square(before))))
+    return {layer: torch.stack(parts).sum(0) for layer, parts in found.items()}
 
 
 def _classes(net: Backbone, old: Any, new: Any, chosen: Sequence[int]) -> list[float]:

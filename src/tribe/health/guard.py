@@ -68,6 +68,7 @@ class Watch:
     name: ClassVar[str]  # set by the registry
     paper: ClassVar[str] = "beyond the paper: docs/health.md"
     small: ClassVar[Mapping[str, Any]] = {}  # values for tests; see `tribe.testing`
+    acts: ClassVar[bool] = False  # whether predictions are others than the method's
 
     def __post_init__(self) -> None:
         require(is_whole(self.probe, least=0), "probe is a whole number, at least 0", self.probe)
@@ -94,13 +95,9 @@ class Watch:
         if place not in made:
             calibration = None if self.calibration is None else Calibration.of(self.calibration)  # type: ignore[arg-type]
             if calibration is not None:
-                calibration.check(net, self.calibrated(method))
+                calibration.check(net, Pipeline(method, self) if self.acts else method)
             made[place] = Watcher.of(count_classes(net, method.classes), self.probe, calibration, net.device)
         return made[place]
-
-    def calibrated(self, method: Method) -> AnyMethod:
-        """Return the method that a calibration must have been made with."""
-        return method
 
     def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
         """Return the state before the first image, for the method's first state."""
@@ -172,19 +169,20 @@ class Watch:
 
     def health(self, net: Backbone, method: Method, state: PipelineState) -> list[Health]:
         """Return the health of each stream. Waits for the device."""
-        return self.read_health(net, method, state.guard, state.info, self._leaning(net, method, state.method))
+        found = self.read_health(net, method, state.guard, state.info)
+        adapted = method.deployed(net, state.method)
+        if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
+            return found
+        anchored = method.anchored(net, state.method)
+        seen = adapted.stats if anchored is None else anchored
+        moved, followed = distance_of_statistics(net, seen).tolist(), self.follow(net, state.method, seen).tolist()
+        rows = zip(found, moved, followed, strict=True)
+        return [health._replace(statistics=far, followed=share) for health, far, share in rows]
 
-    def read_health(
-        self,
-        net: Backbone,
-        method: Method,
-        guard: GuardState,
-        info: Info,
-        leaning: Mapping[str, Sequence[Any]] | None = None,
-    ) -> list[Health]:
-        """Return the same from small parts of the state: the guard's without ``good``, and the method's report.
+    def read_health(self, net: Backbone, method: Method, guard: GuardState, info: Info) -> list[Health]:
+        """Return the same, without `Health.statistics` and `Health.followed`, from small parts of the state.
 
-        Without ``leaning`` there is no `Health.statistics` and no `Health.followed`.
+        They are the guard's state, with or without ``good``, and the method's report.
         """
         watcher, watch = self.watcher(net, method), guard.watch
         none = [None] * len(info.images)
@@ -202,7 +200,8 @@ class Watch:
             "entropy": entropy,
             "trusted": trusted,
             "distance": info.distance.tolist(),
-            **(leaning or {"statistics": none, "followed": none}),
+            "statistics": none,
+            "followed": none,
             "source_agreement": [s if n > 0 else None for s, n in zip(shares, probed.tolist(), strict=True)],
             "predicted": [tuple(row) for row in watch.predicted.tolist()],
             "held": guard.held.tolist(),
@@ -210,19 +209,9 @@ class Watch:
         }
         return [Health(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
-    def _leaning(self, net: Backbone, method: Method, state: Any) -> dict[str, Sequence[Any]]:
-        """Return how far the statistics of each stream are from the source's, and how far predictions follow them."""
-        none = [None] * len(state.info.images)
-        adapted = method.deployed(net, state)
-        if isinstance(adapted.norm, PerBatch) or not adapted.stats.mean.shape[-1]:
-            return {"statistics": none, "followed": none}
-        anchored = method.anchored(net, state)
-        seen = adapted.stats if anchored is None else anchored
-        return {"statistics": distance_of_statistics(net, seen).tolist(), "followed": self.follow(net, state, seen)}
-
-    def follow(self, net: Backbone, state: Any, seen: Stats) -> list[float]:
-        """Return the share of the adapted statistics in those that predict, for each stream."""
-        return [1.0] * len(state.info.images)
+    def follow(self, net: Backbone, state: Any, seen: Stats) -> Tensor:
+        """Return the share of the adapted statistics in those that predict, (S,)."""
+        return torch.ones(len(state.info.images))
 
 
 @guards.register("guard")
@@ -241,6 +230,7 @@ class Guard(Watch):
     good_every: int | None = 1000  # images after which a healthy state is kept, to return to; None: never return
 
     small: ClassVar[Mapping[str, Any]] = {"skip": False}  # the images of `tribe.testing` are noise, which it skips
+    acts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,10 +291,6 @@ class Guard(Watch):
             net, method.deployed(net, state), half, self.lean_most, self.lean_batch, lambda: method.anchored(net, state)
         )
 
-    def calibrated(self, method: Method) -> AnyMethod:
-        """Return the method that a calibration must have been made with."""
-        return Pipeline(method, self)
-
     def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
         """Return the state before the first image, for the method's first state."""
         first = super().init(net, method, state)
@@ -352,12 +338,11 @@ class Guard(Watch):
             good=_mix(due, inner, guard.good),
         )
 
-    def follow(self, net: Backbone, state: Any, seen: Stats) -> list[float]:
-        """Return the share of the adapted statistics in those that predict, for each stream."""
+    def follow(self, net: Backbone, state: Any, seen: Stats) -> Tensor:
+        """Return the share of the adapted statistics in those that predict, (S,)."""
         if self.lean_half is None:
             return super().follow(net, state, seen)
-        shares: list[float] = (self.lean_most * shift_weight(net, seen, self.midpoint(state))).tolist()
-        return shares
+        return self.lean_most * shift_weight(net, seen, self.midpoint(state))
 
 
 def _kind_of_prediction(net: Backbone, method: Method, state: Any) -> tuple[bool, bool]:
