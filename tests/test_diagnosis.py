@@ -50,7 +50,7 @@ def test_numbers_that_are_not_finite_are_named(name: str, value: float) -> None:
     for x in (None, X):
         report = tribe.doctor(net, x)
         assert f"not finite: {name}" in "\n".join(report.problems)
-        json.dumps(report.as_dict(), allow_nan=False)  # a number that is none is not told as one
+        json.dumps(dataclasses.asdict(report), allow_nan=False)  # a number that is none is not told as one
 
 
 def test_many_numbers_that_are_not_finite_are_counted() -> None:

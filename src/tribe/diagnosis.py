@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `doctor`. ``str(report)`` is for people, ``report.as_dict()`` for programs."""
+    """The result of `doctor`. ``str(report)`` is for people, ``dataclasses.asdict(report)`` for programs."""
 
     adaptable: bool
     layers: list[LayerReport] = field(default_factory=list)
@@ -62,10 +62,6 @@ class Report:
     accuracy: float | None = None  # on these images, if their labels are given
     fusion: str | None = None  # what kernels compute together, or why they do not; None where no kernels run
     problems: list[str] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, fit for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         alike: dict[tuple[str, bool, bool], list[LayerReport]] = {}
@@ -84,14 +80,13 @@ class Report:
             leaner = [f"{name} {_size(n)}" for name, n in self.state_bytes.items() if n < most]
             many = f"; leaner: {', '.join(leaner)}" if most >= LARGE and leaner else ""
             lines.append(f"  state of a stream: tribe {_size(most)}{many}")
-        if self.shift is not None:
-            lines.append(f"  first layer: statistics of these images {self.shift:.2f} deviations from the source's")
-        if self.confidence is not None:
-            lines.append(f"  mean confidence on these images: {self.confidence:.0%}")
-        if self.accuracy is not None:
-            lines.append(f"  accuracy on these images: {self.accuracy:.0%}")
-        if self.fusion is not None:
-            lines.append(f"  kernels: {self.fusion}")
+        measured = {
+            "first layer: statistics of these images {:.2f} deviations from the source's": self.shift,
+            "mean confidence on these images: {:.0%}": self.confidence,
+            "accuracy on these images: {:.0%}": self.accuracy,
+            "kernels: {}": self.fusion,
+        }
+        lines += [f"  {text.format(value)}" for text, value in measured.items() if value is not None]
         if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
             lines.append(f"  methods that fit: {', '.join(fitting)}")
         if self.needs:

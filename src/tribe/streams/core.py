@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
-from tribe.core.state import clone, copy_like, count_bytes, digest, replace_stream
+from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, rebuild, replace_stream
 from tribe.core.threads import Lock
 from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
@@ -33,20 +33,20 @@ from tribe.health.history import (
     RolledBack,
     Snapshot,
     Timeline,
-    check_memory,
     check_snapshot,
     find_snapshot,
     state_after_rollback,
 )
 from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
-from tribe.io.states import Saved
-from tribe.methods import AnyMethod, Deployed, Pipeline
+from tribe.io.states import Saved, StateFileError
+from tribe.methods import AnyMethod, Deployed, Pipeline, get_fields
 from tribe.methods.building import check_network
+from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
-from tribe.streams.entries import Entry, EntryTable, StateFiles
+from tribe.streams.entries import Entry, EntryTable
 from tribe.streams.names import UnknownStream, check_name
 
 DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many
@@ -59,19 +59,11 @@ class Streams:
     """Named states that adapt on one frozen network.
 
     Args:
-        net: the network.
-        method: what adapts.
         single: the name of the only entry, whose steps may write the next state into the memory of an earlier one.
             None: entries are added by their names.
         streams: the streams of each entry.
-        seed: of the first state.
-        classes: the number of classes; read from the network if not given.
-        rows: the most states on the network's device; None: as many as fit in 2 GiB.
-        history: the policy of snapshots; None: none are kept.
-        on_event: called with every alarm.
-        graphs: as for `tribe.adapt`.
-        deterministic: as for `tribe.adapt`.
-        exact: entries go through the network one by one.
+
+    The other arguments are as for `tribe.fleet`.
     """
 
     def __init__(
@@ -110,13 +102,13 @@ class Streams:
         self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
         self._checks = Checks(net, found, method.output == "logits")
         self._place = net.place  # device and precision of the states
-        self._files = StateFiles(method, net)
+        self._fingerprint: str | None = None  # of the network, computed for the first file
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
         self.lock = Lock()
         self.alarms = AlarmLog(method, on_event)
         self._policy = History.resolve(history)
         if self._policy is not None:
-            check_memory(self._policy, first)
+            self._policy.check_memory(first)
         self._like = first if single is None else None  # for states from elsewhere: with its device and precision
         if single is not None:
             self.table.put({single: self._with_state(None, first)})
@@ -129,8 +121,7 @@ class Streams:
         Nothing is changed by an error, and nothing raises once the states are replaced.
         """
         with self.lock:
-            if self.net.place != self._place:
-                raise self._misplaced()
+            self._check_place()
             old = {name: self.table.entries.get(name) or self.new_entry(self.seed_of(name)) for name in arrived}
             results: dict[str, Tensor] = {}
             new: dict[str, Entry] = {}
@@ -174,8 +165,7 @@ class Streams:
 
     def run_prediction(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
         """Predict without adapting, with the states of the moment: a step in another thread is not waited for."""
-        if self.net.place != self._place:
-            raise self._misplaced()
+        self._check_place()
         results: dict[str, Tensor] = {}
         marked: dict[str, Tensor] = {}
         same = dict.fromkeys(arrived, True)
@@ -261,15 +251,14 @@ class Streams:
 
     def freeze(self, name: str) -> Self:
         """Stop adapting: only predict. A time filter goes on."""
-        return self._set_frozen(name, True)
+        self.entry(name)
+        self.table.change(name, frozen=True)
+        return self
 
     def unfreeze(self, name: str) -> Self:
         """Adapt again."""
-        return self._set_frozen(name, False)
-
-    def _set_frozen(self, name: str, frozen: bool) -> Self:
         self.entry(name)
-        self.table.change(name, frozen=frozen)
+        self.table.change(name, frozen=False)
         return self
 
     @torch.inference_mode(False)
@@ -421,7 +410,7 @@ class Streams:
         A state that is not finite is refused, and an existing file stays as it is.
         """
         with self.reading(name) as entries:
-            states.write(path, self._files.saved(entries[name]))
+            states.write(path, self._saved(entries[name]))
 
     def load(self, name: str, path: str | PathLike[str]) -> Self:
         """Replace a state, or add an entry, by the content of a state file."""
@@ -431,7 +420,7 @@ class Streams:
     def to_bytes(self, name: str) -> bytes:
         """Return the bytes of a state file."""
         with self.reading(name) as entries:
-            return states.encode(self._files.saved(entries[name]), f"the bytes of stream {name!r}")
+            return states.encode(self._saved(entries[name]), f"the bytes of stream {name!r}")
 
     def from_bytes(self, name: str, data: bytes) -> Self:
         """Replace a state, or add an entry, by the content of the bytes of a state file."""
@@ -440,22 +429,50 @@ class Streams:
     @torch.inference_mode(False)
     def check_bytes(self, name: str, data: bytes) -> None:
         """Raise what `from_bytes` raises; change nothing."""
-        self._files.state(*_decode(name, data), self._like_of(name))
+        self._state_of(*_decode(name, data), self._like_of(name))
 
     @torch.inference_mode(False)
     def _resume(self, name: str, source: str | PathLike[str], saved: Saved) -> Self:
-        self.replace_state(name, self._files.state(source, saved, self._like_of(name)), frozen=saved.frozen)
+        self.replace_state(name, self._state_of(source, saved, self._like_of(name)), frozen=saved.frozen)
         return self
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the network, computed once."""
+        self._fingerprint = self._fingerprint or self.net.fingerprint()
+        return self._fingerprint
+
+    def _saved(self, entry: Entry) -> Saved:
+        """The content of the file of an entry."""
+        fields, tensors = method_for_file(self.method), leaves(entry.state)
+        return Saved(self.method.name, fields, self.streams, entry.frozen, self.fingerprint, tensors)
+
+    def _state_of(self, source: str | PathLike[str], saved: Saved, like: Any) -> Any:
+        """A copy of the state in a file; StateFileError says why it does not fit."""
+        if saved.streams != self.streams:
+            raise StateFileError(f"{source} holds {saved.streams} streams; expected {self.streams}")
+        found: str | AnyMethod = saved.method
+        if saved.method == self.method.name:  # fields that no file holds are those of this method
+            mine, elsewhere = get_fields(self.method), {"callable", "knowledge"}
+            own = {n: mine.get(n) for n, v in saved.fields.items() if isinstance(v, dict) and elsewhere & v.keys()}
+            found = method_from_file(source, saved.method, saved.fields, own)
+        if found != self.method:
+            raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
+        if saved.fingerprint != self.fingerprint:
+            states.check_fingerprint(source, saved.fingerprint, self.net)
+        states.check_tensors(source, saved.tensors, leaves(like))
+        return copy_like(rebuild(like, saved.tensors), like)
 
     # -- the network --------------------------------------------------------------------------------------------------
 
-    def _misplaced(self) -> RuntimeError:
-        """The error if the network was moved or cast without these states."""
-        of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (self.net.place, self._place))
-        return RuntimeError(
-            f"the network is {of_network}, these states are {of_states}: the network, or an adapter that shares "
-            "it, was moved or cast. Call .to() on this adapter, too; move a network before tribe.fleet(network)"
-        )
+    def _check_place(self) -> None:
+        """Raise if the network was moved or cast without these states."""
+        if (place := self.net.place) != self._place:
+            of_network, of_states = (f"on {device} in {dtype}" for device, dtype in (place, self._place))
+            raise RuntimeError(
+                f"the network is {of_network}, these states are {of_states}: the network, or an adapter that shares "
+                "it, was moved or cast. Call .to() on this adapter, too; move a network before tribe.fleet(network)"
+            )
 
     def use(self, net: Backbone) -> None:
         """Go on with this network, which may have moved, or may be another."""
@@ -463,9 +480,8 @@ class Streams:
             for name, entry in list(self.table.entries.items()):
                 if entry.history is not None:  # its snapshots belong to the other network
                     self.table.change(name, history=replace(entry.history, records=()))
-        self.net, self._retired, self._place = net, None, net.place
+        self.net, self._retired, self._place, self._fingerprint = net, None, net.place, None
         self._runner.use(net)
-        self._files.use(net)
         self.table.device = net.device
 
 

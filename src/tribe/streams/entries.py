@@ -1,4 +1,4 @@
-"""Entries of named states, immutable and replaced as a whole, with bounded memory on a device; and their files.
+"""Entries of named states, immutable and replaced as a whole, with bounded memory on a device.
 
 A state is a named tuple of tensors that nothing changes: a step makes a new one. So an entry is replaced under a lock
 that is held for a moment, and whatever has an entry needs no lock to use it.
@@ -9,21 +9,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from os import PathLike
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tribe.core.backbone import Backbone
-from tribe.core.state import copy_like, leaves, rebuild, tree_map
+from tribe.core.state import tree_map
 from tribe.core.threads import Lock
 from tribe.health.history import Timeline
 from tribe.health.report import Counts
-from tribe.io import states
-from tribe.io.states import Saved, StateFileError
-from tribe.methods import AnyMethod, Deployed, get_fields
-from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.methods import Deployed
 
 Residence = Literal["device", "host"]
 
@@ -175,52 +170,3 @@ def _on_host(entry: Entry) -> Entry:
 
 def _to(state: Any, device: torch.device | str) -> Any:
     return tree_map(lambda t: t.to(device), state)
-
-
-class StateFiles:
-    """Turn states of one method on one network into state files and back."""
-
-    def __init__(self, method: AnyMethod, net: Backbone) -> None:
-        self.method, self.net = method, net
-        self._fingerprint: str | None = None
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of the network, computed once."""
-        if self._fingerprint is None:
-            self._fingerprint = self.net.fingerprint()
-        return self._fingerprint
-
-    def use(self, net: Backbone) -> None:
-        """Go on with this network, which may have moved."""
-        self.net, self._fingerprint = net, None
-
-    def saved(self, entry: Entry) -> Saved:
-        """Return the content of the file of an entry."""
-        fields, streams = method_for_file(self.method), len(entry.state.key.seed)
-        return Saved(self.method.name, fields, streams, entry.frozen, self.fingerprint, leaves(entry.state))
-
-    def state(self, source: str | PathLike[str], saved: Saved, like: Any) -> Any:
-        """Return a copy of the state in a file that this method wrote.
-
-        Raises:
-            StateFileError: the file is of another method, network or number of streams, or damaged.
-        """
-        if saved.streams != (streams := len(like.key.seed)):
-            raise StateFileError(f"{source} holds {saved.streams} streams; expected {streams}")
-        found: str | AnyMethod = saved.method
-        if saved.method == self.method.name:
-            mine = get_fields(self.method)
-            own = {name: mine.get(name) for name, value in saved.fields.items() if _is_not_saved(value)}
-            found = method_from_file(source, saved.method, saved.fields, own)
-        if found != self.method:
-            raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
-        if saved.fingerprint != self.fingerprint:
-            states.check_fingerprint(source, saved.fingerprint, self.net)
-        states.check_tensors(source, saved.tensors, leaves(like))
-        return copy_like(rebuild(like, saved.tensors), like)
-
-
-def _is_not_saved(value: Any) -> bool:
-    """Whether a file does not hold a field: the one here is used, and the digest of source knowledge compared."""
-    return isinstance(value, dict) and ("callable" in value or "knowledge" in value)
