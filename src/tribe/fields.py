@@ -7,9 +7,41 @@ import dataclasses
 import math
 import unicodedata
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+
+
+class Range(NamedTuple):
+    """Bounds of a number: low and high included, ``above`` and ``below`` not.
+
+    >>> print(Range(high=1), Range(above=0), Range(low=1), 1 in Range(below=1), sep=", ")
+    between 0 and 1, above 0, at least 1, False
+    """
+
+    low: float = 0
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(self.low <= value <= self.high and self.above < value < self.below)
+
+    def __str__(self) -> str:
+        bounds = "not negative" if self.low == 0 else f"at least {self.low:g}"
+        if self.high < math.inf:
+            bounds = f"between {self.low:g} and {self.high:g}"
+        if self.above > -math.inf:
+            bounds = f"above {self.above:g}"
+        return bounds if self.below == math.inf else f"{bounds} and below {self.below:g}"
+
+
+# Types of fields with a range.
+Positive = Annotated[float, Range(above=0)]
+NotNegative = Annotated[float, Range()]
+Share = Annotated[float, Range(high=1)]
+Momentum = Annotated[float, Range(below=1)]
+Count = Annotated[int, Range(low=1)]
 
 
 def is_whole(value: Any, least: int | None = None) -> bool:

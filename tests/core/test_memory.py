@@ -335,11 +335,3 @@ def test_one_stream_can_be_reset_among_others() -> None:
 def test_images_that_are_too_large_are_refused_with_what_to_do() -> None:
     with pytest.raises(ValueError, match="values"):
         memory.fit(timely(4), torch.zeros(1, 2, 3, 4))
-
-
-@pytest.mark.parametrize(
-    ("size", "room", "message"), [(0, 6, "size is how many"), (4, 0, "room is how many"), (2.5, 6, "got 2.5")]
-)
-def test_a_memory_without_room_is_refused(size: Any, room: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        memory.check_size(size, room)

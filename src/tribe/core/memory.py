@@ -28,7 +28,6 @@ from torch import Tensor
 from tribe.core import rng
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
-from tribe.fields import is_whole, require
 
 ROOM = 3 * 32 * 32  # the default number of values of an image that a memory has room for
 DRAWS = 0x4E4F5445  # purpose of the reservoir's random numbers ("NOTE" in ASCII)
@@ -102,13 +101,6 @@ def new_reservoir(
     image, label, count = _places(streams, size, room, dtype, device)
     predicted = torch.zeros(streams, classes, dtype=torch.int64, device=device)
     return Reservoir(image, label, predicted, count, count.clone(), count.clone())
-
-
-def check_size(size: int, room: int) -> None:
-    """Refuse a memory that can hold nothing."""
-    words = {"size": "how many images the memory holds", "room": "how many values of each image it has room for"}
-    for name, value in (("size", size), ("room", room)):
-        require(is_whole(value, least=1), f"{name} is {words[name]}, a whole number of at least 1", value)
 
 
 def fit(memory: Memory, x: Tensor) -> Memory:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -280,7 +280,7 @@ def _numbers_of_image(data: Dataset) -> int:
 
 def _converted(components: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields in the types that components take, from what people write, or from a spec."""
-    types = {field.name: field.type for component in components for field in dataclasses.fields(component)}
+    types = {name: kind for component in components for name, kind in get_type_hints(component).items()}
     return {name: _convert(types.get(name), decode_value(value)) for name, value in fields.items()}
 
 

@@ -14,6 +14,7 @@ from tribe.core.memory import ROOM, Reservoir, Timely
 from tribe.core.rng import Key
 from tribe.core.rules import Norm, PerBatch
 from tribe.core.state import Affine, Info, Stats, select
+from tribe.fields import Count, NotNegative
 from tribe.methods.method import Deployed, Method, Part
 from tribe.methods.stepping import ScreenedBatch, Update
 
@@ -27,6 +28,16 @@ class EntropyState(NamedTuple):
     info: Info
 
 
+class MeanState(NamedTuple):
+    """An `EntropyState` with a moving mean of the predictions."""
+
+    affine: Affine  # (S, C)
+    adam: optim.Adam  # with SGD its first moment is the velocity
+    mean: Tensor  # (S, K) of probabilities
+    key: Key
+    info: Info
+
+
 @dataclass(frozen=True)
 class EntropyMethod(Method):
     """One gradient step a batch on the affine parameters, down a loss of the batch's own predictions.
@@ -36,13 +47,9 @@ class EntropyMethod(Method):
     `affine` and `adam` too; `follow` moves the rest of it.
     """
 
-    lr: float = 1e-3  # learning rate
+    lr: NotNegative = 1e-3  # learning rate
 
     works_on = ("affine",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("lr")
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source."""
@@ -109,28 +116,32 @@ def mean_prediction(logits: Tensor, counts: Tensor) -> Tensor:
     return losses.mean_over(p.transpose(1, 2), counts.unsqueeze(1))
 
 
+class MemoryPrediction(NamedTuple):
+    """The predictions of a batch, and what a memory has to know of its images."""
+
+    prediction: Tensor  # (S, B, K) logits
+    counts: Tensor  # (S, B) bool, images that they are for
+    labels: Tensor  # (S, B), the most likely classes
+    score: Tensor  # (S, B)
+
+
 @dataclass(frozen=True)
 class MemoryMethod(Method):
     """Learning from a memory of images in place of the batch. The state has a field ``memory``.
 
-    A subclass defines `look`, which predicts, and `learn`, which adds the batch to the memory and learns from it when
-    it is due. Both are captured in segments: the host decides between them. If it is due every so many images, `learn`
-    calls `learn_every`, and the subclass defines `remember` and `update`.
+    A subclass defines `remember`, which adds images to the memory, and `update`, which learns from it: once a batch,
+    or, with a field ``every``, after every so many images. Predictions and updates are captured in segments: the host
+    decides between them.
     """
 
-    size: int = 64  # images in memory
-    room: int = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
-    lr: float = 1e-3  # Adam's learning rate
+    size: Count = 64  # images in memory
+    room: Count = ROOM  # the most values of an image, channels x height x width: they fix the memory's size
+    lr: NotNegative = 1e-3  # Adam's learning rate
 
     works_on: ClassVar[tuple[Part, ...]] = ("affine",)
     capture = "segments"  # the host decides which images enter the memory, and when it is time to learn
-    small = {"size": 8}  # noqa: RUF012
-    presets = {"imagenet": {"room": 3 * 224 * 224}}  # noqa: RUF012
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        memory.check_size(self.size, self.room)
-        self.require_range("lr")
+    small = {"size": 8}
+    presets = {"imagenet": {"room": 3 * 224 * 224}}
 
     def new_timely(self, net: Backbone, streams: int) -> Timely:
         """Return an empty memory that prefers recent images."""
@@ -142,25 +153,32 @@ class MemoryMethod(Method):
             streams, self.size, self.class_count, room=self.room, dtype=net.dtype, device=net.device
         )
 
-    @abstractmethod
-    def look(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Any:
-        """Predict a batch: a named tuple whose first fields are logits (S, B, K) and the images that count (S, B)."""
+    def score(self, p: Tensor) -> Tensor:
+        """Return what the memory decides by, besides the labels, from probabilities: the confidences."""
+        return p.amax(-1)
 
-    @abstractmethod
-    def learn(self, net: Backbone, state: Any, x: Tensor, seen: Any) -> Update:
-        """Add images (S, B, ...) to the memory and learn from it; ``seen`` is what `look` returned."""
+    def look(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Any:
+        """Predict a batch: a `MemoryPrediction`."""
+        prediction, counts = self.predict_batch(net, state, batch)
+        p = losses.probabilities(prediction)
+        return MemoryPrediction(prediction, counts, p.argmax(-1), self.score(p))
+
+    def trusted(self, seen: Any) -> Tensor | None:
+        """Return the images (S, B) of a prediction that may enter the memory; None: all."""
+        return None
 
     def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict, remember, and learn from the memory when it is due."""
         seen = segment(self.look, net, state, batch)
-        new = state._replace(memory=memory.fit(state.memory, batch.x))
-        return self.learn(net, new, batch.x, seen)._replace(seen=seen[1])
+        new = self.learn(net, state._replace(memory=memory.fit(state.memory, batch.x)), batch.x, seen)
+        return Update(seen.prediction, new, self.trusted(seen), self.deployed(net, new).affine, seen=seen.counts)
 
-    def learn_every(self, every: int, net: Backbone, state: Any, x: Tensor, seen: Any) -> Any:
-        """Remember the images (S, B, ...); after each one that is due, learn from the memory as it is at that moment.
-
-        All fields of ``seen`` are (S, B, ...).
-        """
+    def learn(self, net: Backbone, state: Any, x: Tensor, seen: Any) -> Any:
+        """Remember the images (S, B, ...); whenever it is due, learn from the memory as it is at that moment."""
+        every = getattr(self, "every", None)
+        if every is None:
+            state = self.remember(state, x, seen, seen.counts)
+            return segment(self.update, net, state, x.shape[2:], seen.counts.any(1))
         # A chunk has no more images than there are between updates, so at most one update.
         for images, *columns in zip(*(t.split(every, 1) for t in (x, *seen)), strict=True):
             chunk = type(seen)(*columns)
@@ -179,9 +197,9 @@ class MemoryMethod(Method):
         arrivals: Tensor = state.memory.arrivals
         return arrivals
 
+    @abstractmethod
     def remember(self, state: Any, x: Tensor, seen: Any, arriving: Tensor) -> Any:
         """Add those of the images (S, B, ...) to the memory that are ``arriving`` (S, B)."""
-        raise NotImplementedError
 
     def update(self, net: Backbone, state: Any, shape: tuple[int, ...], due: Tensor) -> Any:
         """Learn from the images in memory, of this shape, in the streams ``due`` (S,)."""

@@ -13,7 +13,7 @@ The more confident one of the last two is the prediction. UniTTA's other part, C
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from tribe.core import losses
 from tribe.core.moments import observe
 from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.core.state import Info, Stats
+from tribe.fields import Range
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.norms.balanced import Balanced
 from tribe.norms.domains import Domains
@@ -58,7 +59,7 @@ class Bdn(Method):
 
     eta: float | None = None  # momentum of one image; max(0.0005 K, 0.01)
     gamma: float | None = None  # share of the class-agnostic update in the statistics of all images
-    domains: int = 16  # D, most domains
+    domains: Annotated[int, Range(low=2)] = 16  # D, most domains
     layer: str | None = None  # the normalisation layer whose input tells domains apart; None: as published
     confident: bool = True  # predict with the more confident of the last two passes; False: with the last
 
@@ -66,7 +67,7 @@ class Bdn(Method):
     works_on = ("statistics",)
     per_class = "statistics of each class in each domain"
     not_exportable_because = "each image has the statistics of its domain, which the batch updates first"
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"eta": 0.01, "gamma": 0.0},
         "cifar10": {"eta": 0.01, "gamma": 0.0},
         "cifar100": {"eta": 0.05, "gamma": 0.1},
@@ -75,10 +76,11 @@ class Bdn(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        eta = min(max(0.0005 * self.class_count, 0.01), 1.0)
-        self.set_defaults(eta=eta, gamma=self.published(0.0, 0.1, 0.5))
-        self.require_range("domains", low=2)
         _ = self.norm, self.domain_norm  # check eta and gamma
+
+    def defaults(self) -> dict[str, float]:
+        """Return TRIBE's eta and gamma."""
+        return {"eta": min(max(0.0005 * self.class_count, 0.01), 1.0), "gamma": self.published(0.0, 0.1, 0.5)}
 
     @property
     def norm(self) -> Balanced:

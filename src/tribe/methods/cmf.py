@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tribe.core import optim
 from tribe.core.state import tree_map
+from tribe.fields import NotNegative, Share
 from tribe.methods import Affine, Backbone, Info, Key, register
 from tribe.methods.roid import Roid
 
@@ -45,16 +46,11 @@ class Cmf(Roid):
     parameters; the ensemble is with the updated hidden parameters, not with the predicted ones.
     """
 
-    alpha: float = 0.99  # share of the hidden parameters that stays when the filter predicts; the rest: the source's
-    gamma: float = 0.99  # share of the learned parameters in the ensemble with the hidden ones
-    q: float = 0.005  # variance that the hidden parameters gain in a step
+    alpha: Share = 0.99  # share of the hidden parameters that stays when the filter predicts; the rest: the source's
+    gamma: Share = 0.99  # share of the learned parameters in the ensemble with the hidden ones
+    q: NotNegative = 0.005  # variance that the hidden parameters gain in a step
 
     paper = "Lee & Chang, Continual momentum filtering on parameter space for online test-time adaptation, ICLR 2024"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("gamma", high=1)
-        self.require_range("q")
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CmfState:
         """Start at the source; every class is equally likely."""

@@ -20,6 +20,7 @@ from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.augment import Augment, View, view
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import tree_map
+from tribe.fields import Count, NotNegative, Share
 from tribe.methods import Backbone, Deployed, Info, Key, Method, PerBatch, ScreenedBatch, Update, register
 
 RESTORE = 0x434F5454  # purpose of the draw, "COTT" in ASCII
@@ -39,18 +40,18 @@ class CottaState(NamedTuple):
 class AveragedTeacher(Method):
     """CoTTA and PETAL, but for the second term of the loss and the choice of weights to reset."""
 
-    lr: float = 1e-3  # Adam's learning rate
-    alpha: float = 0.999  # the teacher's own share in its moving average
+    lr: NotNegative = 1e-3  # Adam's learning rate
+    alpha: Share = 0.999  # the teacher's own share in its moving average
     p_th: float | None = None  # mean confidence of the source model below which views are averaged; None: from K
-    n: int = 32  # augmented views that are averaged, each normalised with its own statistics
-    chunk: int | None = None  # views in one pass; None: 16, on a CPU 128 images' worth. Affects only rounding
+    n: Count = 32  # augmented views that are averaged, each normalised with its own statistics
+    chunk: Count | None = None  # views in one pass; None: 16, on a CPU 128 images' worth. Affects only rounding
     # NOTE: the released augmentation crops every view to 32 x 32; here a view has the size of its image.
     augment: View = Augment()  # noqa: RUF009  makes a view; a callable gets (B, ...)
 
     capture = "never"  # the host checks whether any stream needs the averaged views
     not_exportable_because = "where the source model is uncertain, passes over several views are averaged"
     # NOTE: the authors publish no setting for MNIST: CIFAR-10's.
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"p_th": 0.92},
         "cifar10": {"p_th": 0.92},
         "cifar100": {"p_th": 0.72},
@@ -59,15 +60,14 @@ class AveragedTeacher(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.p_th is None:
-            if self.classes is None:
-                raise ValueError(f"{self.name} derives p_th from the number of classes: give classes= or p_th=")
-            self.set_defaults(p_th=self.published(0.92, 0.72, 0.1))
-        self.require_range("lr")
-        self.require_range("alpha", high=1)
-        self.require_range("n", "chunk", low=1)
         if self.p_th <= 0:  # type: ignore[operator]  # no confidence is below: views are never averaged
             object.__setattr__(self, "not_exportable_because", None)
+
+    def defaults(self) -> dict[str, float]:
+        """Return the published threshold."""
+        if self.p_th is None and self.classes is None:
+            raise ValueError(f"{self.name} derives p_th from the number of classes: give classes= or p_th=")
+        return {"p_th": self.published(0.92, 0.72, 0.1)} if self.p_th is None else {}
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
@@ -153,16 +153,12 @@ class AveragedTeacher(Method):
 class Cotta(AveragedTeacher):
     """CoTTA: the weights to reset are drawn at random."""
 
-    p: float = 0.01  # probability with which a weight goes back to the source in a step; Adam's moments stay
+    p: Share = 0.01  # probability with which a weight goes back to the source in a step; Adam's moments stay
 
     paper = "Wang et al., Continual test-time domain adaptation, CVPR 2022"
     # NOTE: for ImageNet the authors use SGD and a symmetric cross-entropy; here Adam and the plain one, as in the
     # comparison.
-    presets = {"imagenet": {"p": 0.001}}  # noqa: RUF012
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("p", high=1)
+    presets = {"imagenet": {"p": 0.001}}
 
     def forget(self, layout: WeightLayout, state: CottaState, student: Parameters, grads: Parameters) -> Parameters:
         """Reset each weight with probability p, independently."""

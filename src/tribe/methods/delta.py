@@ -19,6 +19,7 @@ from torch import Tensor
 from tribe.core import losses, optim
 from tribe.core.backbone import Output
 from tribe.core.state import select
+from tribe.fields import Share
 from tribe.methods import Affine, Backbone, Deployed, EntropyMethod, Frozen, Info, Key, ScreenedBatch, Stats, register
 from tribe.methods.base import gradient_step, mean_prediction
 from tribe.norms.renorm import Renorm
@@ -45,8 +46,8 @@ class Delta(EntropyMethod):
     reading. The moving statistics start with those of the first batch, as released, not with the source's.
     """
 
-    alpha: float = 0.95  # share of the past in the statistics of TBR
-    lambda_: float = 0.95  # share of the past in z
+    alpha: Share = 0.95  # share of the past in the statistics of TBR
+    lambda_: Share = 0.95  # share of the past in z
     # Ent-W: entropies below half of log K, weighted by exp(log K / 2 - entropy); TENT: all, alike; PL: cross-entropy
     # with the predicted class, where its probability exceeds 0.4.
     loss: Literal["weighted entropy", "entropy", "pseudo labels"] = "weighted entropy"
@@ -55,14 +56,7 @@ class Delta(EntropyMethod):
     paper = "Zhao et al., DELTA: degradation-free fully test-time adaptation, ICLR 2023"
     not_exportable_because = None
     per_class = "the frequency of each class"
-    presets = {  # noqa: RUF012
-        "imagenet": {"lr": 0.00025, "optimizer": "sgd"},
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("lambda_", high=1)
-        _ = self.norm  # checks alpha
+    presets = {"imagenet": {"lr": 0.00025, "optimizer": "sgd"}}
 
     @property
     def norm(self) -> Renorm:

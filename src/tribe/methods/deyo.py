@@ -13,7 +13,7 @@ entropy; no gradient flows through them. The statistics of the batch normalise, 
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch.nn.functional import interpolate
 from tribe.core import losses, optim, rng
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import tree_map
+from tribe.fields import Count, Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Key, ScreenedBatch, register
 from tribe.methods.base import gradient_step
 from tribe.methods.sar import adapted_channels, checked_tail
@@ -42,18 +43,18 @@ class Deyo(EntropyMethod):
     ``frozen_tail`` is SAR's.
     """
 
-    tau_ent: float = 0.5  # share of log K below which an entropy is low
-    tau_plpd: float = 0.2  # what the predicted class must lose, in probability, when the image is in pieces
-    ent_0: float = 0.4  # share of log K: entropies below it have weights above 1
-    patches: int = 4  # in each row and column of an image; as many as pixels: pixels are shuffled
-    lr: float = 0.00025  # learning rate, for batches of 64
+    tau_ent: NotNegative = 0.5  # share of log K below which an entropy is low
+    tau_plpd: Annotated[float, Range(-1, 1)] = 0.2  # probability that the predicted class must lose in pieces
+    ent_0: NotNegative = 0.4  # share of log K: entropies below it have weights above 1
+    patches: Count = 4  # in each row and column of an image; as many as pixels: pixels are shuffled
+    lr: NotNegative = 0.00025  # learning rate, for batches of 64
     optimizer: Literal["adam", "sgd"] = "sgd"  # sgd: with momentum
-    momentum: float = 0.9  # of SGD
+    momentum: Momentum = 0.9  # of SGD
     frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Lee et al., Entropy is not enough for test-time adaptation: from the perspective of disentangled factors, \
 ICLR 2024"
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "cifar10": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "cifar100": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
@@ -63,10 +64,6 @@ ICLR 2024"
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        self.require_range("tau_ent", "ent_0")
-        self.require_range("tau_plpd", low=-1, high=1)
-        self.require_range("patches", low=1)
-        self.require_range("momentum", below=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source."""

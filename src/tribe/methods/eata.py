@@ -8,28 +8,18 @@ beforehand, holds the parameters that the source data depend on.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe.core import losses, optim
+from tribe.core import losses
 from tribe.core.backbone import Output
-from tribe.fields import is_whole
+from tribe.fields import NotNegative, is_whole
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, PerBatch, ScreenedBatch, register
-from tribe.methods.base import mean_prediction
-
-
-class EataState(NamedTuple):
-    """Affine parameters, Adam's moments, and the mean of the predictions it learned from."""
-
-    affine: Affine  # (S, C)
-    adam: optim.Adam
-    mean: Tensor  # (S, K) moving mean of their probabilities; zeros at first
-    key: Key
-    info: Info
+from tribe.methods import Affine, Backbone, EntropyMethod, PerBatch, ScreenedBatch, register
+from tribe.methods.base import MeanState, mean_prediction
 
 
 @register("eata")
@@ -38,9 +28,9 @@ class Eata(EntropyMethod):
     """Batch statistics; the affine parameters follow the entropy of reliable and non-redundant predictions."""
 
     # NOTE: the released threshold is .4 log 1000 for every data set; this is the paper's, .4 log K.
-    e0: float = 0.4  # share of log K below which an entropy is reliable
-    d: float = 0.05  # a prediction whose cosine with the moving mean reaches this is redundant
-    alpha: float = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
+    e0: NotNegative = 0.4  # share of log K below which an entropy is reliable
+    d: NotNegative = 0.05  # a prediction whose cosine with the moving mean reaches this is redundant
+    alpha: NotNegative = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
     knowledge: KnowledgeLike = None  # F, from `study`
     fisher: Literal["mean", "sum"] = "mean"  # F over the source batches; "sum": as in the comparison TRIBE is part of
 
@@ -49,10 +39,6 @@ class Eata(EntropyMethod):
     per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
     source_images: ClassVar[int] = 2000  # the paper's number; a sum over batches grows with it, their mean does not
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("e0", "d", "alpha")
 
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """F: squared gradients of each batch's cross-entropy with its own most likely classes.
@@ -73,17 +59,17 @@ class Eata(EntropyMethod):
         spec = {"images": images, "batches": count}
         return Knowledge(self.name, fisher._asdict(), net.fingerprint(exact=False), spec)
 
-    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> EataState:
+    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> MeanState:
         """Start at the source, without a mean prediction."""
         affine, adam, *clocks = super().init(net, streams, seed)
         if self.alpha:
             checked_tensors(self, net, dict.fromkeys(Affine._fields, (net.channels,)))
             _ = self._share  # checks the number of batches
         mean = affine.weight.new_zeros(streams, self.class_count)
-        return EataState(affine, adam, mean, *clocks)
+        return MeanState(affine, adam, mean, *clocks)
 
     def objective(
-        self, net: Backbone, state: EataState, batch: ScreenedBatch, affine: Affine, logits: Tensor
+        self, net: Backbone, state: MeanState, batch: ScreenedBatch, affine: Affine, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the weighted entropy of reliable and new predictions, plus the Fisher penalty."""
         uncertainty, limit = losses.entropy(logits), self.e0 * math.log(logits.shape[-1])  # (S, B)

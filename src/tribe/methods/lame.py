@@ -9,7 +9,7 @@ Every round lowers E(Y) = sum(-Y log p - (W Y) Y + Y log Y). Nothing is kept fro
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from tribe.core import losses
 from tribe.core.graphs import segment
 from tribe.core.moments import accumulation_dtype
+from tribe.fields import Count, NotNegative, Range
 from tribe.methods import Backbone, ScreenedBatch, Update, register
 from tribe.methods.method import features_of, require_features
 from tribe.methods.source import Source, SourceState
@@ -49,9 +50,9 @@ class Rounds(NamedTuple):
 class Lame(Source):
     """The source model, its predictions corrected within each batch; returns probabilities."""
 
-    neighbours: int = 5  # k: neighbours of each image; fewer in batches of k images or less
-    rounds: int = 100  # at most
-    settled: float = 1e-8  # relative change of E below which a stream has converged
+    neighbours: Annotated[int, Range()] = 5  # k: neighbours of each image; fewer in batches of k images or less
+    rounds: Count = 100  # at most
+    settled: NotNegative = 1e-8  # relative change of E below which a stream has converged
 
     capture = "segments"  # the host checks whether the assignments have converged
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
@@ -59,11 +60,6 @@ class Lame(Source):
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
     not_exportable_because = "neighbours in a batch correct each other's predictions"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("neighbours", "settled")
-        self.require_range("rounds", low=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
         """Return the clocks only."""

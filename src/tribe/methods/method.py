@@ -1,12 +1,11 @@
 """The protocol of a method: a frozen dataclass of hyper-parameters with a pure step."""
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any, ClassVar, Literal, Self, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
 import torch
@@ -110,6 +109,13 @@ class Method(ABC):
             raise ValueError(f"{self.name} keeps {self.per_class} and needs the number of classes: classes=")
         if self.classes is not None and self.classes < 2:
             raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
+        for name, value in self.defaults().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def defaults(self) -> Mapping[str, Any]:
+        """Return the values of fields that are None, where they follow from the number of classes."""
+        return {}
 
     @classmethod
     def preset(cls, dataset: str, **fields: Any) -> Self:
@@ -118,33 +124,11 @@ class Method(ABC):
             raise ValueError(f"{cls.name} has no preset {dataset!r}: {nearest(dataset, cls.presets)}")
         return cls(**{**cls.presets[dataset], **fields})
 
-    def require_range(
-        self, *names: str, low: float = 0, high: float = math.inf, above: float = -math.inf, below: float = math.inf
-    ) -> None:
-        """Refuse a number in these fields outside [low, high], or not strictly between ``above`` and ``below``."""
-        bounds = "not negative" if low == 0 else f"at least {low:g}"
-        if high < math.inf:
-            bounds = f"between {low:g} and {high:g}"
-        if above > -math.inf:
-            bounds = f"above {above:g}"
-        if below < math.inf:
-            bounds += f" and below {below:g}"
-        for name in names:
-            value = getattr(self, name)
-            if value is not None:
-                require(low <= value <= high and above < value < below, f"{name} of {self.name} is {bounds}", value)
-
     @property
     def class_count(self) -> int:
         """`classes`, for methods that require it."""
         assert self.classes is not None
         return self.classes
-
-    def set_defaults(self, **values: Any) -> None:
-        """Set the fields that are None."""
-        for name, value in values.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
 
     def published(self, ten: float, hundred: float, thousand: float) -> float:
         """Return what is published for 10, 100 or 1000 classes.
@@ -266,8 +250,10 @@ class Method(ABC):
 def _check_fields(method: Method) -> None:
     """Check fields of numbers, truth values, fixed choices and views; replace numpy's numbers with Python's."""
     for field in dataclasses.fields(method):
-        value, kinds = getattr(method, field.name), set(get_args(field.type) or [field.type])
-        choices = next((get_args(kind) for kind in (field.type, *kinds) if get_origin(kind) is Literal), ())
+        value, name = getattr(method, field.name), f"{field.name} of {method.name}"
+        options = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
+        kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in options}
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
         if value is None and NoneType in kinds:
             continue
         if field.type == View:
@@ -284,7 +270,9 @@ def _check_fields(method: Method) -> None:
             expected = "a whole number of at most 64 bits" if is_whole(value) else "a whole number"
         else:
             valid, expected = isinstance(value, bool | np.bool_), "True or False"
-        require(valid, f"{field.name} of {method.name} is {expected}", value)
+        require(valid, f"{name} is {expected}", value)
+        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ())):
+            require(value in bounds, f"{name} is {bounds}", value)
     plain_numbers(method)
 
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses, memory, optim
-from tribe.core.graphs import segment
 from tribe.core.memory import Reservoir
 from tribe.core.state import select
-from tribe.methods import Affine, Backbone, Deployed, Info, Key, MemoryMethod, ScreenedBatch, Stats, Update, register
+from tribe.fields import Count, NotNegative, Share
+from tribe.methods import Affine, Backbone, Deployed, Info, Key, MemoryMethod, Stats, register
+from tribe.methods.base import MemoryPrediction
 from tribe.norms.instance import Instance
 
 
@@ -34,13 +35,6 @@ class NoteState(NamedTuple):
     info: Info
 
 
-class NotePrediction(NamedTuple):
-    """The predictions of a batch."""
-
-    prediction: Tensor  # (S, B, K) logits
-    counts: Tensor  # (S, B) bool, images that they are for
-
-
 @register("note")
 @dataclass(frozen=True)
 class Note(MemoryMethod):
@@ -49,18 +43,13 @@ class Note(MemoryMethod):
     On a network without BatchNorm only the memory and the entropy remain.
     """
 
-    k: float = 4.0  # standard errors by which an instance may deviate before it is corrected
-    m: float = 0.01  # the newest batch's share in the running statistics
-    lr: float = 1e-4  # Adam's learning rate
-    every: int | None = None  # images between updates, 64 in the paper; None: one update a batch, as released
+    k: NotNegative = 4.0  # standard errors by which an instance may deviate before it is corrected
+    m: Share = 0.01  # the newest batch's share in the running statistics
+    lr: NotNegative = 1e-4  # Adam's learning rate
+    every: Count | None = None  # images between updates, 64 in the paper; None: one update a batch, as released
 
     paper = "Gong et al., NOTE: robust continual test-time adaptation against temporal correlation, NeurIPS 2022"
     per_class = "counts of the predicted classes"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("every", low=1)
-        _ = self._norm(observing=True)  # checks k and m
 
     def _norm(self, observing: bool) -> Instance:
         return Instance(self.k, self.m, observing)
@@ -75,23 +64,9 @@ class Note(MemoryMethod):
         """Return the adapted parameters and running statistics, corrected for each image."""
         return Deployed(state.affine, state.stats, self._norm(observing=False))
 
-    def look(self, net: Backbone, state: NoteState, batch: ScreenedBatch) -> NotePrediction:
-        """Predict with instance-aware BN."""
-        return NotePrediction(*self.predict_batch(net, state, batch))
-
-    def learn(self, net: Backbone, state: NoteState, x: Tensor, seen: NotePrediction) -> Update:
-        """Remember the images, and take an Adam step down the entropy of the memory whenever it is due."""
-        if self.every is None:
-            state = self.remember(state, x, seen, seen.counts)
-            state = segment(self.update, net, state, x.shape[2:], seen.counts.any(1))
-        else:
-            state = self.learn_every(self.every, net, state, x, seen)
-        return Update(seen.prediction, state, affine=state.affine)
-
-    def remember(self, state: NoteState, x: Tensor, seen: NotePrediction, arriving: Tensor) -> NoteState:
+    def remember(self, state: NoteState, x: Tensor, seen: MemoryPrediction, arriving: Tensor) -> NoteState:
         """Add images to the memory, as far as it admits them."""
-        labels = seen.prediction.argmax(-1)
-        return state._replace(memory=memory.add_reservoir(state.memory, x, labels, arriving, state.key.seed))
+        return state._replace(memory=memory.add_reservoir(state.memory, x, seen.labels, arriving, state.key.seed))
 
     def update(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
         """Take one step down the entropy of the memory, in the streams ``due``."""

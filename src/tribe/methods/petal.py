@@ -14,6 +14,7 @@ from torch import Tensor
 from tribe.core import all_weights, losses
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.state import tree_map
+from tribe.fields import Count, Momentum, NotNegative, Share
 from tribe.knowledge import Knowledge, KnowledgeLike, checked_tensors, require_labels, study_batches
 from tribe.methods import Backbone, PerBatch, register
 from tribe.methods.cotta import AveragedTeacher, CottaState
@@ -26,22 +27,15 @@ EPS = 1e-6  # added to the posterior's variance, as released
 class Petal(AveragedTeacher):
     """PETAL: the loss has a term from the posterior of source training; weights with small gradients are reset."""
 
-    spw: float = 1e-9  # weight of the posterior's term
-    delta: float = 0.03  # the share of weights, those of smallest squared gradient, that is reset to the source
-    swag_lr: float = 0.01  # `study`: the constant learning rate of SGD
-    swag_momentum: float = 0.9  # `study`: SGD's momentum
-    swag_every: int = 1  # `study`: batches between two snapshots of the weights
+    spw: NotNegative = 1e-9  # weight of the posterior's term
+    delta: Share = 0.03  # the share of weights, those of smallest squared gradient, that is reset to the source
+    swag_lr: NotNegative = 0.01  # `study`: the constant learning rate of SGD
+    swag_momentum: Momentum = 0.9  # `study`: SGD's momentum
+    swag_every: Count = 1  # `study`: batches between two snapshots of the weights
     knowledge: KnowledgeLike = None
 
     paper = "Brahma & Rai, A probabilistic framework for lifelong test-time adaptation, CVPR 2023"
     needs = "the mean and variance of every weight under source training (SWAG-diagonal)"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("spw", "swag_lr")
-        self.require_range("delta", high=1)
-        self.require_range("swag_every", low=1)
-        self.require_range("swag_momentum", below=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""

@@ -29,10 +29,11 @@ from tribe.core.memory import Timely
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, select, tree_map
+from tribe.fields import NotNegative, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import Agreement, Deployed, MemoryMethod, ScreenedBatch, Update, finite, mask_logits, register
+from tribe.methods import Agreement, ScreenedBatch, finite, mask_logits, register
 from tribe.methods.method import features_of, require_features
-from tribe.methods.rotta import Branch
+from tribe.methods.rotta import Branch, TimelyMethod
 from tribe.norms.batch import Robust
 
 
@@ -55,14 +56,14 @@ class PettaPrediction(NamedTuple):
     prediction: Tensor  # (S, B, K) logits
     counts: Tensor  # (S, B) bool, which images they are for
     labels: Tensor  # (S, B)
-    uncertainty: Tensor  # (S, B)
+    score: Tensor  # (S, B), the entropies
     gamma: Tensor  # (S,) the divergence before the batch
     mean: Tensor  # (S, K, F) after it
 
 
 @register("petta")
 @dataclass(frozen=True)
-class Petta(MemoryMethod):
+class Petta(TimelyMethod):
     """PeTTA. It learns once a batch, as released; published for batches of 64.
 
     Published settings: all defaults, for every data set; the plain loss for ImageNet-C, the symmetric one for others.
@@ -72,11 +73,11 @@ class Petta(MemoryMethod):
     class with fewer than two of them gets those of all images.
     """
 
-    alpha_0: float = 0.001  # the student's share in each step of the teacher, without divergence
-    lambda_0: float = 10.0  # weight of R where the divergence is complete
-    anchor_weight: float = 1.0  # weight of L_AL, which is constant
-    nu: float = 0.05  # the newest batch's share in the moving means of the features
-    alpha_bn: float = 0.05  # the newest batch's share in the statistics of Robust BN
+    alpha_0: Share = 0.001  # the student's share in each step of the teacher, without divergence
+    lambda_0: NotNegative = 10.0  # weight of R where the divergence is complete
+    anchor_weight: NotNegative = 1.0  # weight of L_AL, which is constant
+    nu: Share = 0.05  # the newest batch's share in the moving means of the features
+    alpha_bn: Share = 0.05  # the newest batch's share in the statistics of Robust BN
     loss: Literal["symmetric", "plain"] = "symmetric"  # L_CLS: RMT's, both ways and with both views, or RoTTA's
     regularizer: Literal["cosine", "l2"] = "cosine"  # R: mean over the parameters of minus their cosine, or of squares
     # NOTE: Eq. 6 sums over the F features and then takes the mean over classes of 1 - exp(-distance): with hundreds of
@@ -89,15 +90,7 @@ class Petta(MemoryMethod):
     works_on = ("affine", "features")
     per_class = "a mean of the features, and a share of its memory, for each class"
     needs = "the mean and variance of source features of each class"
-    presets = {  # noqa: RUF012
-        "imagenet": {"loss": "plain"},
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("alpha_0", "nu", high=1)
-        self.require_range("lambda_0", "anchor_weight")
-        _ = self.norm  # checks alpha_bn
+    presets = {"imagenet": {"loss": "plain"}}
 
     @property
     def norm(self) -> Robust:
@@ -133,17 +126,6 @@ class Petta(MemoryMethod):
         key_and_info = self.new_key_and_info(net, streams, seed)
         return PettaState(teacher, student, anchor, mean, moments, self.new_timely(net, streams), *key_and_info)
 
-    def deployed(self, net: Backbone, state: PettaState) -> Deployed:
-        """Return the teacher."""
-        return Deployed(*state.teacher, Frozen())
-
-    def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: PettaPrediction) -> Update:
-        """Remember the images, and learn from the memory."""
-        bank = memory.add_timely(state.memory, x, seen.labels, seen.uncertainty, seen.counts, self.class_count)
-        new = state._replace(mean=seen.mean, memory=bank)
-        new, agreement = segment(self._learn, net, new, x.shape[2:], seen.gamma, seen.counts.any(1))
-        return Update(seen.prediction, new, affine=new.teacher.affine, agreement=agreement)
-
     @torch.no_grad()
     def look(self, net: Backbone, state: PettaState, batch: ScreenedBatch) -> PettaPrediction:
         """Predict, measure the divergence, and let the mean features follow the batch's."""
@@ -155,7 +137,7 @@ class Petta(MemoryMethod):
         member = _members(labels, self.class_count) & counts.unsqueeze(-1)  # (S, B, K)
         gamma = self._divergence(net, state.mean, member.any(1))
         mean = state.mean + self.nu * _shift(state.mean, features_of(self, output).to(state.mean.dtype), member)
-        return PettaPrediction(prediction, counts, labels, -(p * (p + 1e-6).log()).sum(-1), gamma, mean)
+        return PettaPrediction(prediction, counts, labels, self.score(p), gamma, mean)
 
     def _divergence(self, net: Backbone, mean: Tensor, present: Tensor) -> Tensor:
         """Return how far the mean features of the classes ``present`` (S, K) are from the source's: (S,), 0 to 1."""
@@ -166,9 +148,14 @@ class Petta(MemoryMethod):
             return losses.mean_over(-torch.expm1(-distance.sum(-1)), present)
         return -torch.expm1(-losses.mean_over(distance.mean(-1), present))
 
+    def learn(self, net: Backbone, state: PettaState, x: Tensor, seen: PettaPrediction) -> PettaState:
+        """Remember the images, and learn from the memory; the divergence says how cautiously."""
+        state = self.remember(state._replace(mean=seen.mean), x, seen, seen.counts)
+        return segment(self._learn, net, state, x.shape[2:], seen.gamma, seen.counts.any(1))
+
     def _learn(
         self, net: Backbone, state: PettaState, shape: tuple[int, ...], gamma: Tensor, due: Tensor
-    ) -> tuple[PettaState, Agreement]:
+    ) -> PettaState:
         """Move the student, then the teacher towards it, in the streams ``due`` (S,)."""
         x, valid, norm = memory.images(state.memory, shape), state.memory.filled & due.unsqueeze(1), self.norm
         source, _ = net.source(len(x))
@@ -194,9 +181,13 @@ class Petta(MemoryMethod):
         followed = tree_map(lambda t, s: t + alpha * (s - t), state.teacher.affine, moved)
         agreement = Agreement.of(teacher, strong, anchor, valid)
         new = state._replace(
-            teacher=Branch(followed, teacher_stats), student=Branch(moved, stats), anchor=anchor_stats, adam=moments
+            teacher=Branch(followed, teacher_stats),
+            student=Branch(moved, stats),
+            anchor=anchor_stats,
+            adam=moments,
+            info=state.info._replace(student_agreement=agreement.student, anchor_agreement=agreement.anchor),
         )
-        return select(due, new, state), agreement
+        return select(due, new, state)
 
     def _distance(self, net: Backbone, affine: Affine, source: Affine) -> Tensor:
         """R: the mean over the scale and the shift of every layer that has them: (S,)."""

@@ -8,7 +8,7 @@ Per batch:
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,21 +19,12 @@ from tribe.core.augment import Augment, View, view
 from tribe.core.backbone import Output
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import tree_map
-from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
-from tribe.methods.base import gradient_step, mean_prediction
+from tribe.fields import Positive, Share
+from tribe.methods import Affine, Backbone, EntropyMethod, ScreenedBatch, Update, register
+from tribe.methods.base import MeanState, gradient_step, mean_prediction
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)
-
-
-class RoidState(NamedTuple):
-    """Affine parameters, the optimiser's moments, and the mean prediction."""
-
-    affine: Affine  # (S, C)
-    adam: optim.Adam  # with SGD its first moment is the velocity
-    mean: Tensor  # (S, K) moving mean of the predictions, uniform at first
-    key: Key
-    info: Info
 
 
 @register("roid")
@@ -41,9 +32,9 @@ class RoidState(NamedTuple):
 class Roid(EntropyMethod):
     """Batch statistics; one step a batch on the affine parameters, which stay near the source's."""
 
-    beta: float = 0.9  # of the moving mean of the predictions
-    tau: float = 1 / 3  # temperature of the weights
-    alpha: float = 0.99  # share of the adapted parameters in the ensemble with the source's
+    beta: Share = 0.9  # of the moving mean of the predictions
+    tau: Positive = 1 / 3  # temperature of the weights
+    alpha: Share = 0.99  # share of the adapted parameters in the ensemble with the source's
     optimizer: Literal["adam", "sgd"] = "adam"  # sgd: Nesterov's, with momentum 0.9
     consistency: bool = True  # whether an augmented view has to agree
     prior: Literal["logits", "posteriors", "none"] = "logits"  # what the prior multiplies
@@ -55,20 +46,13 @@ correction, WACV 2024"
     per_class = "a mean prediction"
     output = "probabilities"
     not_exportable_because = "the prior of each batch corrects its predictions"
-    presets = {  # noqa: RUF012
-        "imagenet": {"lr": 0.00025, "optimizer": "sgd"},
-    }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("beta", "alpha", high=1)
-        self.require_range("tau", above=0)
+    presets = {"imagenet": {"lr": 0.00025, "optimizer": "sgd"}}
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source; every class is equally likely."""
         affine, adam, *clocks = super().init(net, streams, seed)
         mean = affine.weight.new_full((streams, self.class_count), 1 / self.class_count)
-        return RoidState(affine, adam, mean, *clocks)
+        return MeanState(affine, adam, mean, *clocks)
 
     def logits(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Tensor:
         """Predict without adapting; the prior is the batch's own."""

@@ -11,7 +11,7 @@ bursts. Per batch:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from tribe.core import losses, memory, optim
 from tribe.core.augment import Augment, View, view
 from tribe.core.memory import Timely
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, MemoryMethod, ScreenedBatch, Update, register
+from tribe.fields import Count, Share
+from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, MemoryMethod, register
 from tribe.norms.batch import Robust
 
 
@@ -42,34 +43,36 @@ class RottaState(NamedTuple):
     info: Info
 
 
-class RottaPrediction(NamedTuple):
-    """The teacher's predictions of a batch."""
+class TimelyMethod(MemoryMethod):
+    """A teacher predicts; the memory prefers recent and certain images."""
 
-    prediction: Tensor  # (S, B, K) logits
-    counts: Tensor  # (S, B) bool, images that they are for
-    labels: Tensor  # (S, B)
-    uncertainty: Tensor  # (S, B), the entropy
+    def score(self, p: Tensor) -> Tensor:
+        """Return the entropies."""
+        return -(p * (p + 1e-6).log()).sum(-1)
+
+    def remember(self, state: Any, x: Tensor, seen: Any, arriving: Tensor) -> Any:
+        """Add images to the memory, as far as it admits them."""
+        bank = memory.add_timely(state.memory, x, seen.labels, seen.score, arriving, self.class_count)
+        return state._replace(memory=bank)
+
+    def deployed(self, net: Backbone, state: Any) -> Deployed:
+        """Return the teacher."""
+        return Deployed(state.teacher.affine, state.teacher.stats, Frozen())
 
 
 @register("rotta")
 @dataclass(frozen=True)
-class Rotta(MemoryMethod):
+class Rotta(TimelyMethod):
     """RoTTA. On a network without BatchNorm, teacher and student differ only in their affine parameters."""
 
-    alpha: float = 0.05  # the newest batch's share in the statistics of Robust BN
-    nu: float = 0.001  # the student's share in each step of the teacher
-    every: int = 64  # images between updates
+    alpha: Share = 0.05  # the newest batch's share in the statistics of Robust BN
+    nu: Share = 0.001  # the student's share in each step of the teacher
+    every: Count = 64  # images between updates
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
 
-    small = {"size": 8, "every": 4}  # noqa: RUF012
+    small = {"size": 8, "every": 4}
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     per_class = "a share of its memory for each class"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_range("every", low=1)
-        self.require_range("nu", high=1)
-        _ = self.norm  # checks alpha
 
     @property
     def norm(self) -> Robust:
@@ -81,26 +84,6 @@ class Rotta(MemoryMethod):
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
         bank, moments = self.new_timely(net, streams), optim.adam_init(student.affine)
         return RottaState(teacher, student, moments, bank, *self.new_key_and_info(net, streams, seed))
-
-    def deployed(self, net: Backbone, state: RottaState) -> Deployed:
-        """Return the teacher."""
-        return Deployed(*state.teacher, Frozen())
-
-    def look(self, net: Backbone, state: RottaState, batch: ScreenedBatch) -> RottaPrediction:
-        """Predict with the teacher."""
-        prediction, seen = self.predict_batch(net, state, batch)
-        p = losses.probabilities(prediction)
-        return RottaPrediction(prediction, seen, p.argmax(-1), -(p * (p + 1e-6).log()).sum(-1))
-
-    def learn(self, net: Backbone, state: RottaState, x: Tensor, seen: RottaPrediction) -> Update:
-        """Remember the images, and learn from the memory after every 64."""
-        state = self.learn_every(self.every, net, state, x, seen)
-        return Update(seen.prediction, state, affine=state.teacher.affine)
-
-    def remember(self, state: RottaState, x: Tensor, seen: RottaPrediction, arriving: Tensor) -> RottaState:
-        """Add images to the memory, as far as it admits them."""
-        bank = memory.add_timely(state.memory, x, seen.labels, seen.uncertainty, arriving, self.class_count)
-        return state._replace(memory=bank)
 
     def update(self, net: Backbone, state: RottaState, shape: tuple[int, ...], due: Tensor) -> RottaState:
         """Move the student towards the teacher and the teacher towards the student, in the streams ``due``."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tribe.core import losses, optim
 from tribe.core.state import select, tree_map
+from tribe.fields import Momentum, NotNegative
 from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
 
 NONE_YET = -1.0  # a moving mean of entropies without a first value
@@ -40,15 +41,15 @@ class Sar(EntropyMethod):
     ``frozen_tail=("layer4",)`` or ``("blocks.9", "blocks.10", "blocks.11", "norm")`` is the paper's choice.
     """
 
-    e0: float = 0.4  # share of log K below which an entropy is reliable
-    rho: float = 0.05  # radius of the ball
-    e_m: float = 0.2  # moving mean of the loss, in nats, below which the network has collapsed
-    lr: float = 0.00025  # of SGD, for batches of 64
-    momentum: float = 0.9
+    e0: NotNegative = 0.4  # share of log K below which an entropy is reliable
+    rho: NotNegative = 0.05  # radius of the ball
+    e_m: NotNegative = 0.2  # moving mean of the loss, in nats, below which the network has collapsed
+    lr: NotNegative = 0.00025  # of SGD, for batches of 64
+    momentum: Momentum = 0.9
     frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
-    presets = {  # noqa: RUF012  ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
+    presets = {  # ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
         "mnist": {"lr": 1e-3},
         "cifar10": {"lr": 1e-3},
         "cifar100": {"lr": 1e-3},
@@ -58,8 +59,6 @@ class Sar(EntropyMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        self.require_range("e0", "rho", "e_m")
-        self.require_range("momentum", below=1)
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
         """Start at the source, with velocity zero."""

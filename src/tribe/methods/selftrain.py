@@ -6,7 +6,7 @@ memory are fields. `SelfTraining.variants` names the rows of the paper's tables,
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tribe.core.graphs import segment
 from tribe.core.memory import ROOM, Timely
 from tribe.core.packed import ClassStats
 from tribe.core.state import Affine, Info, Stats, clone, rows_of, tree_map
-from tribe.fields import require
+from tribe.fields import Count, Range, Share, require
 from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.tribe import STUDENT, TEACHER, Tribe, interleave
 from tribe.norms import Norm
@@ -59,15 +59,15 @@ class SelfTraining(Tribe):
     alpha: float = 0.05  # share of the newest batch in the robust rule
     learning: bool = True  # False: statistics follow the stream, parameters stay
     teacher: Literal["shared", "ema"] = "shared"  # the teacher has the student's parameters, or their moving average
-    nu: float = 0.001  # the student's share in each step of a moving-average teacher
-    memory: int = 0  # images in RoTTA's memory, which replaces the batch in learning; 0: no memory
-    room: int = ROOM  # the most values of an image in memory, channels x height x width
+    nu: Share = 0.001  # the student's share in each step of a moving-average teacher
+    memory: Annotated[int, Range()] = 0  # images in RoTTA's memory, which replaces the batch in learning; 0: no memory
+    room: Count = ROOM  # the most values of an image in memory, channels x height x width
 
     paper = (
         "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024 (ablations)"
     )
-    presets = {"imagenet": {"room": 3 * 224 * 224}}  # noqa: RUF012
-    small = {"memory": 8}  # noqa: RUF012
+    presets = {"imagenet": {"room": 3 * 224 * 224}}
+    small = {"memory": 8}
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "iabn": {"rule": "instance", **ALONE},
         "robust-bn": {"rule": "robust", **ALONE},
@@ -90,9 +90,6 @@ class SelfTraining(Tribe):
     def __post_init__(self) -> None:
         require(isinstance(self.rule, str), "rule of selftrain is the name of a norm rule", self.rule)
         super().__post_init__()
-        self.require_range("nu", high=1)
-        if self.memory != 0:
-            memory.check_size(self.memory, self.room)
         if self.teacher == "ema" and self.lambda_anc:
             raise ValueError(
                 "the anchored loss moves the teacher's own parameters, and a moving-average teacher has none: set "

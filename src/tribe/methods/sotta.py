@@ -20,7 +20,9 @@ from torch import Tensor
 from tribe.core import losses, memory, optim
 from tribe.core.memory import Reservoir
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, ScreenedBatch, Update, register
+from tribe.fields import Count, NotNegative, Share
+from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, register
+from tribe.methods.base import MemoryPrediction
 from tribe.methods.sar import adapted_channels, checked_tail, worst_nearby
 from tribe.norms.batch import Training
 
@@ -37,15 +39,6 @@ class SottaState(NamedTuple):
     info: Info
 
 
-class SottaPrediction(NamedTuple):
-    """The predictions of a batch."""
-
-    prediction: Tensor  # (S, B, K) logits
-    counts: Tensor  # (S, B) bool, images that they are for
-    labels: Tensor  # (S, B)
-    confident: Tensor  # (S, B) bool, images that may enter the memory
-
-
 @register("sotta")
 @dataclass(frozen=True)
 class Sotta(MemoryMethod):
@@ -55,16 +48,16 @@ class Sotta(MemoryMethod):
     reading for networks with other names. The released entropy is a mean over classes too, which Adam does not notice.
     """
 
-    c_0: float | None = None  # C_0, least confidence of an image in memory; None: from the number of classes
-    rho: float = 0.05  # radius of the ball in which ESM looks for the worst point
-    momentum: float = 0.2  # share of the memory in the running statistics, in each pass
-    every: int = 64  # images between updates
+    c_0: Share | None = None  # C_0, least confidence of an image in memory; None: from the number of classes
+    rho: NotNegative = 0.05  # radius of the ball in which ESM looks for the worst point
+    momentum: Share = 0.2  # share of the memory in the running statistics, in each pass
+    every: Count = 64  # images between updates
     frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
 
-    small = {"size": 8, "every": 4}  # noqa: RUF012
+    small = {"size": 8, "every": 4}
     paper = "Gong et al., SoTTA: robust test-time adaptation on noisy data streams, NeurIPS 2023"
     per_class = "a share of its memory for each class"
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"c_0": 0.99},
         "cifar10": {"c_0": 0.99},
         "cifar100": {"c_0": 0.66},
@@ -73,12 +66,11 @@ class Sotta(MemoryMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.set_defaults(c_0=self.published(0.99, 0.66, 0.33))
         object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
-        self.require_range("c_0", high=1)
-        self.require_range("rho")
-        self.require_range("every", low=1)
-        _ = self.norm  # checks momentum
+
+    def defaults(self) -> dict[str, float]:
+        """Return the published confidence."""
+        return {"c_0": self.published(0.99, 0.66, 0.33)}
 
     @property
     def norm(self) -> Training:
@@ -97,24 +89,17 @@ class Sotta(MemoryMethod):
         """Return the adapted parameters and the running statistics."""
         return Deployed(state.affine, state.stats, Frozen())
 
-    def look(self, net: Backbone, state: SottaState, batch: ScreenedBatch) -> SottaPrediction:
-        """Predict with the running statistics."""
-        prediction, counts = self.predict_batch(net, state, batch)
-        confidence, labels = losses.probabilities(prediction).max(-1)
-        return SottaPrediction(prediction, counts, labels, counts & (confidence >= self.c_0))  # type: ignore[operator]
-
-    def learn(self, net: Backbone, state: SottaState, x: Tensor, seen: SottaPrediction) -> Update:
-        """Remember confident images, and learn from the memory after every 64 images."""
-        state = self.learn_every(self.every, net, state, x, seen)
-        return Update(seen.prediction, state, seen.confident, state.affine)
+    def trusted(self, seen: MemoryPrediction) -> Tensor:
+        """Return the images that the network is sure of."""
+        return seen.counts & (seen.score >= self.c_0)  # type: ignore[operator]
 
     def arrived(self, state: SottaState) -> Tensor:
         """Return how many images came so far: the memory counts only those that it is offered."""
         return state.seen
 
-    def remember(self, state: SottaState, x: Tensor, seen: SottaPrediction, arriving: Tensor) -> SottaState:
+    def remember(self, state: SottaState, x: Tensor, seen: MemoryPrediction, arriving: Tensor) -> SottaState:
         """HUS: add the confident images."""
-        chosen, seed = arriving & seen.confident, state.key.seed
+        chosen, seed = arriving & self.trusted(seen), state.key.seed
         bank = memory.add_reservoir(state.memory, x, seen.labels, chosen, seed, always=True)
         return state._replace(memory=bank, seen=state.seen + arriving.sum(1))
 

@@ -21,6 +21,7 @@ from tribe.core.augment import Augment, View, view
 from tribe.core.moments import accumulation_dtype
 from tribe.core.packed import ClassStats
 from tribe.core.state import Affine, Info, Stats, copy_missing, room_for, rows_of, tree_map
+from tribe.fields import NotNegative
 from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, register
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Balanced, Convention, apply_convention
@@ -65,9 +66,9 @@ class Tribe(Method):
 
     eta: float | None = None  # momentum of one instance in Balanced BN; 0.0005 K (released: at least 0.01)
     gamma: float | None = None  # share of the class-agnostic update; more where pseudo labels are poor
-    h0: float | None = None  # share of log K below which the teacher's entropy makes a pseudo label trusted
-    lambda_anc: float = 0.5  # weight of the anchored loss
-    lr: float = 1e-3  # Adam's learning rate
+    h0: NotNegative | None = None  # share of log K below which the teacher's entropy makes a pseudo label trusted
+    lambda_anc: NotNegative = 0.5  # weight of the anchored loss
+    lr: NotNegative = 1e-3  # Adam's learning rate
     augment: View = Augment()  # noqa: RUF009  what the student sees; a callable gets (B, ...)
     convention: Convention = "released"  # sets the four below, and eta; each can be set alone
     anchor_on: Literal["logits", "posteriors"] | None = None  # what Eq. 6 compares
@@ -80,7 +81,7 @@ class Tribe(Method):
     paper = "Su et al., Towards real-world TTA: tri-net self-training with balanced normalization, AAAI 2024"
     works_on = ("affine",)
     per_class = "statistics of each class"
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar10": {"eta": 0.01, "gamma": 0.0, "h0": 0.05},
         "cifar100": {"eta": 0.05, "gamma": 0.1, "h0": 0.2},
@@ -103,7 +104,6 @@ class Tribe(Method):
         for field, value in {"h0": h0, "gamma": gamma, "eta": eta}.items():
             if getattr(self, field) is None or isinstance(getattr(self, field), ClassDefault):
                 object.__setattr__(self, field, ClassDefault(value))
-        self.require_range("lambda_anc", "lr", "h0")
         _ = self.norm  # checks eta and gamma
 
     @cached_property

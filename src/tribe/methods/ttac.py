@@ -7,7 +7,7 @@ the classifier) learn to reduce the symmetric Kullback-Leibler divergence betwee
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import Affine, Info
+from tribe.fields import Count, NotNegative, Positive, Range, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, PerBatch, ScreenedBatch, Update, register
 from tribe.methods.method import features_of, require_features
@@ -52,12 +53,12 @@ class TtacState(NamedTuple):
 class Ttac(Method):
     """TTAC without its queue of past images."""
 
-    lr: float = 1e-5  # Adam's learning rate
-    tau_pp: float = 0.9  # probability above which a sample counts for the class it is predicted as
-    n_clus: int | None = None  # samples a class's Gaussian averages over; None: 128 for up to ten classes, else 64
-    n_all: int = 1280  # samples the Gaussian of all averages over
-    n_min: int = 16  # samples of a class before it is aligned
-    ridge: float = 1 / 30  # share of the largest source covariance, added to every variance
+    lr: NotNegative = 1e-5  # Adam's learning rate
+    tau_pp: Share = 0.9  # probability above which a sample counts for the class it is predicted as
+    n_clus: Count | None = None  # samples a class's Gaussian averages over; None: 128 for up to ten classes, else 64
+    n_all: Count = 1280  # samples the Gaussian of all averages over
+    n_min: Annotated[int, Range()] = 16  # samples of a class before it is aligned
+    ridge: Positive = 1 / 30  # share of the largest source covariance, added to every variance
     class_aware: bool = True  # align each class too, not only all features together
     # NOTE: the released code uses the batch's statistics; the paper's numbers look like frozen ones.
     statistics: Literal["batch", "frozen"] = "batch"
@@ -67,22 +68,18 @@ class Ttac(Method):
     paper = "Su et al., Revisiting realistic test-time training: anchored clustering, NeurIPS 2022"
     works_on = ("features",)
     per_class = "a cluster of each class"
-    small = {"n_min": 2}  # noqa: RUF012
+    small = {"n_min": 2}
     needs = "the mean and covariance of source features, of each class and of all"
-    presets = {  # noqa: RUF012
+    presets = {
         "mnist": {"n_clus": 128},
         "cifar10": {"n_clus": 128},
         "cifar100": {"n_clus": 64},
         "imagenet": {"n_clus": 64, "class_aware": False},  # NOTE: 1000 covariances of 2048 x 2048
     }
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.set_defaults(n_clus=128 if self.class_count <= 10 else 64)
-        self.require_range("lr", "n_min")
-        self.require_range("tau_pp", high=1)
-        self.require_range("n_clus", "n_all", low=1)
-        self.require_range("ridge", above=0)
+    def defaults(self) -> dict[str, int]:
+        """Return the published number of samples."""
+        return {"n_clus": 128 if self.class_count <= 10 else 64}
 
     @property
     def norm(self) -> Norm:

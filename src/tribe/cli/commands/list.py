@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -55,9 +55,10 @@ def describe(registry: Registry[Any], name: str) -> dict[str, Any]:
     alone = sum(registry.get(other).__module__ == cls.__module__ for other in registry.names()) == 1
     text = (inspect.getdoc(sys.modules[cls.__module__]) if alone else None) or inspect.getdoc(cls) or ""
     fields: dict[str, dict[str, Any]] = {}
+    types = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if field.init:
-            fields[field.name] = {"type": inspect.formatannotation(field.type)}
+            fields[field.name] = {"type": inspect.formatannotation(types[field.name])}
             if field.default_factory is not dataclasses.MISSING:
                 fields[field.name]["default"] = field.default_factory()
             elif field.default is not dataclasses.MISSING:
