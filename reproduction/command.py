@@ -13,6 +13,7 @@ from rich.table import Table as Grid
 from reproduction import plan as planning
 from reproduction import tables
 from reproduction.beyond import MARK, extend
+from reproduction.chart import draw_chart
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, compare, stream_name
 from reproduction.document import all_comparisons, by_settings, write_document
@@ -27,6 +28,7 @@ from tribe.cli.planning import make_workbench
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST
+from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.store import Result, ResultStore, finished
@@ -37,7 +39,7 @@ from tribe.methods import names as method_names
 from tribe.methods import parse
 from tribe.registry import nearest
 
-SUFFIXES = {".md": "markdown", ".csv": "csv", ".json": "json"}
+SUFFIXES = {".md": "markdown", ".tex": "latex", ".csv": "csv", ".json": "json"}
 PLAIN = ("dataset", "model", "weights", "batch", "precision", "threads")  # keys of --set without a component
 BEYOND = ("none", "time", "all")
 
@@ -73,10 +75,10 @@ Workers = Annotated[
 ]
 NoRun = Annotated[bool, typer.Option("--no-run", help="Only compare results in --runs; needs no data or weights.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="List the runs, and whether they are done.")]
-Style = Annotated[str, typer.Option("--format", help="table, markdown, csv or json.")]
+Style = Annotated[str, typer.Option("--format", help="table, markdown, latex, csv or json.")]
 Out = Annotated[
     Path | None,
-    typer.Option(help="Write to this file; .md, .csv and .json set the format."),
+    typer.Option(help="Write to this file; .md, .tex, .csv and .json set the format; .svg, .png, .pdf: a chart."),
 ]
 
 
@@ -101,7 +103,8 @@ def reproduce(
     Results in --runs are never computed again. Several processes with the same arguments share the work.
     """
     with messages(redirect=False), message_on_interrupt(runs):
-        output = _output(style, out)
+        chart = out is not None and out.suffix in plots.FORMATS
+        output = _output(style, None if chart else out)
         if not artifact:
             _list_tables(output)
             return
@@ -117,6 +120,8 @@ def reproduce(
             _show_claims(_judge_all(choices, finished(runs)), output)
             return
         table = _find_table(artifact, beyond)
+        if chart and out is not None:
+            plots.check_path(out)
         with messages():
             choices = _with_fields(choices, table, rows, columns, settings)
         if no_run:
@@ -133,6 +138,8 @@ def reproduce(
         comparison = compare(plan)
         verdicts = [judge(c, {comparison.name: comparison}) for c in claims() if list(c.tables) == [comparison.name]]
         _show(comparison, verdicts, output)
+        if chart and out is not None:
+            plots.save(draw_chart(comparison), out)
         if plan.problems:
             _print_problems(plan.problems)
             raise typer.Exit(1)

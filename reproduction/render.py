@@ -1,4 +1,4 @@
-"""Render a comparison in the terminal, or as Markdown, CSV or JSON: ours, the paper's, and the difference."""
+"""Render a comparison in the terminal, or as Markdown, LaTeX, CSV or JSON: ours, the paper's, and the difference."""
 
 import csv
 import io
@@ -9,11 +9,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
+from reproduction.beyond import MARK
 from reproduction.claims import Verdict
-from reproduction.compare import Comparison, Entry
+from reproduction.compare import READING, Comparison, Entry
 from tribe.fields import printable
 
 DECIMALS = {"s": 5, "ms": 3, "images": 0}  # others: 2
+ESCAPES = str.maketrans(
+    {character: f"\\{character}" for character in "%_&#${}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    | {MARK: r"$^\dagger$", READING: r"$^\ddagger$"}
+)
 
 
 def number(value: float | str | None, unit: str = "%", signed: bool = False) -> str:
@@ -47,11 +53,36 @@ def _line(cells: Sequence[str]) -> str:
 
 def markdown(comparison: Comparison, verdicts: Sequence[Verdict] = ()) -> str:
     """Return our number, in brackets the paper's and the difference; our lowest number of a column is bold."""
-    rows = [[comparison.name_of(r), *(_cell(comparison, r, c) for c in comparison.columns)] for r in comparison.rows]
+    rows = [
+        [comparison.name_of(r), *(_cell(comparison, r, c, "**{}**") for c in comparison.columns)]
+        for r in comparison.rows
+    ]
     title = printable(comparison.title).replace("<", "&lt;")
     text = f"## {title}\n\n{_legend(comparison)}\n\n{markdown_table(['', *comparison.columns], rows)}\n"
     text += "".join(f"- {printable(note).replace('<', '&lt;')}\n" for note in _notes(comparison))
     return text + (f"\n{claims_markdown(verdicts)}" if verdicts else "")
+
+
+def latex(comparison: Comparison, verdicts: Sequence[Verdict] = ()) -> str:
+    """Return a tabular that needs the package booktabs."""
+    bold = "\x02{}\x03"  # until its characters are escaped; no printable text holds these
+    lines = [
+        f"% {printable(_legend(comparison))}",
+        rf"\begin{{tabular}}{{l{'r' * len(comparison.columns)}}}",
+        r"\toprule",
+        " & ".join(["", *map(_escaped, comparison.columns)]) + r" \\",
+        r"\midrule",
+    ]
+    for row in comparison.rows:
+        cells = [comparison.name_of(row), *(_cell(comparison, row, column, bold) for column in comparison.columns)]
+        line = " & ".join(map(_escaped, cells)) + r" \\"
+        lines.append(line.replace("\x02", r"\textbf{").replace("\x03", "}"))
+    notes = (f"% {printable(note)}" for note in _notes(comparison))
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return printable(text, keep="\x02\x03").translate(ESCAPES)
 
 
 CSV_HEAD = (
@@ -180,11 +211,11 @@ def _notes(comparison: Comparison) -> list[str]:
     return [*comparison.all_notes, *missing]
 
 
-def _cell(comparison: Comparison, row: str, column: str) -> str:
+def _cell(comparison: Comparison, row: str, column: str, best: str) -> str:
     entry = comparison.entries[row, column]
     text = ours(entry)
     if comparison.is_best(row, column):
-        text = f"**{text}**"
+        text = best.format(text)
     if entry.paper is None:
         return text
     difference = "" if entry.difference is None else f", {number(entry.difference, entry.unit, signed=True)}"
@@ -193,6 +224,7 @@ def _cell(comparison: Comparison, row: str, column: str) -> str:
 
 FORMATS: Mapping[str, Callable[[Comparison, Sequence[Verdict]], str]] = {
     "markdown": markdown,
+    "latex": latex,
     "csv": as_csv,
     "json": as_json,
 }

@@ -12,6 +12,7 @@ import torch
 import tribe
 from commands import message, succeeded, tribe_command
 from reproduction import render
+from reproduction.chart import draw_chart
 from reproduction.compare import Comparison, Entry
 from tribe import methods, scenarios
 from tribe.cli.output import messages
@@ -147,12 +148,24 @@ def nasty_comparison():
     return Comparison("t", "tab:x", NASTY[5], NASTY, NASTY, entries, NASTY, {NASTY[0]: NASTY}, groups)
 
 
-def test_markdown_shows_names_as_they_are():
+def test_markdown_and_latex_show_names_as_they_are():
     page = render.markdown(nasty_comparison())
     assert_shown(page, ())
     assert "<b>" not in page
     assert r"a\|b" in page
     assert len({line.replace(r"\|", "").count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+    table = render.latex(nasty_comparison())
+    assert_shown(table, ())
+    assert all(line.startswith(("%", "\\")) or line.endswith(r"\\") for line in table.splitlines())
+    assert r"50\%\_\#\{\}\textasciitilde{}\textasciicircum{}\textbackslash{}" in table
+    assert r"\$\textbackslash{}foo\$" in table
+    assert r"\textbf{1.00}" in table
+
+
+def test_a_chart_of_the_paper_draws_names_as_they_are():
+    pytest.importorskip("matplotlib")
+    plots.save(draw_chart(nasty_comparison()), "chart.svg")
+    assert r"$\foo$" in "".join(ElementTree.parse("chart.svg").getroot().itertext())
 
 
 def test_the_table_of_a_benchmark_shows_names_as_they_are():

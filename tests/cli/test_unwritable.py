@@ -24,6 +24,7 @@ CASES = {  # the work, which must not begin, and a command
     "train --out": ((train, "_open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
     "reproduce --runs": ((reproduce, "run_all"), (*REPRODUCE, "--runs", "/proc/runs")),
     "reproduce --out": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),
+    "reproduce --out chart": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.svg")),
     "reproduce keep": ((reproduce, "keep"), ("reproduce", "keep", "--runs", ".", "--out", "/proc/kept")),
     "source --out": ((source, "_study"), (*SOURCE, "--out", "/proc/x.safetensors")),
     "source --data": ((source, "_study"), (*SOURCE, "--data", "/proc/data")),

@@ -66,6 +66,8 @@ def test_formats_hold_the_same_numbers(played):
     cell = cells_of(parsed)["BN", "error"]
     beside = f"{cell['ours']:.2f} ± {cell['deviation']:.2f} (70.00, {cell['ours'] - 70:+.2f})"
     assert beside in call(*options, "--format", "markdown").stdout.replace("*", "")
+    latex = call(*options, "--format", "latex").stdout
+    assert beside.replace("±", r"$\pm$") in latex.replace(r"\textbf{", "").replace("}", "")
     rows = list(csv.DictReader(io.StringIO(call(*options, "--format", "csv").stdout)))
     assert [(row["row"], row["column"]) for row in rows] == list(cells_of(parsed))
     assert float(rows[2]["ours"]) == pytest.approx(cell["ours"], abs=1e-6)
@@ -74,6 +76,15 @@ def test_formats_hold_the_same_numbers(played):
         assert word in table
     assert call(*options, "--out", "out.md").stdout == ""
     assert beside in Path("out.md").read_text().replace("*", "")
+
+
+@pytest.mark.parametrize("ending", [".svg", ".png"])
+def test_out_writes_a_chart(played, ending):
+    pytest.importorskip("matplotlib")
+    options, _, _ = played
+    assert call(*options, "--out", f"chart{ending}").exit_code == 0
+    content = Path(f"chart{ending}").read_bytes()
+    assert content.startswith(b"\x89PNG") if ending == ".png" else b"pl</text>" in content
 
 
 def test_the_best_method_is_the_best_of_its_stream():
@@ -171,6 +182,7 @@ def test_without_a_table_all_are_listed():
         (["norms", "--format", "html"], ["markdown"]),
         (["norms", "--beyond", "much"], ["time"]),
         (["norms", "--out", "absent/table.md"], ["absent"]),
+        (["norms", "--out", "absent/chart.svg"], ["absent"]),
         (["norms", "--seeds", "0"], ["at least 1"]),
         (["norms", "--set", "precision=half"], ["bf16"]),
         (["norms", "--set", "batch=many"], ["whole"]),
