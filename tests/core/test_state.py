@@ -18,7 +18,7 @@ def test_tensors_that_are_joined_are_selected_as_if_alone(monkeypatch, chosen, l
     _, new = method.step(net, old, torch.rand(1, 6, 3, 8, 8))
     new = new._replace(key=new.key._replace(seed=old.key.seed))  # the same tensor in both
     mask = torch.tensor([chosen])
-    picked = states._join(mask, new, old)
+    picked = states._select_joined(mask, new, old)
     wanted = new if chosen else old
     for (name, t), other in zip(leaves(picked).items(), leaves(wanted).values(), strict=True):
         assert t.dtype == other.dtype, name

@@ -187,6 +187,10 @@ def select_joined(chosen: Tensor, new: T, old: T) -> T:
     """
     if len(chosen) > 1 or chosen.device.type == "cpu":
         return select(chosen, new, old)
+    return _select_joined(chosen, new, old)
+
+
+def _select_joined(chosen: Tensor, new: T, old: T) -> T:
     pairs = [(a, b) for a, b in zip(leaves(new).values(), leaves(old).values(), strict=True) if a is not b]
     picked: dict[int, Tensor] = {}
     for dtype in dict.fromkeys(a.dtype for a, _ in pairs):
