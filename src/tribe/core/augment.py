@@ -160,7 +160,7 @@ def check_view(augment: object) -> None:
 
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     """Apply the five operations, each set in its own order (G, 5). May overwrite x."""
-    if kernels.can_jitter(x):
+    if kernels.can_run(x, kernels.EXACT) and x.shape[2] in (1, 3):
         return colour.jitter(x, order, torch.stack(tuple(strength), 1))
     readable = _readable(x)
     for place in order.unbind(1):

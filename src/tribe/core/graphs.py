@@ -17,7 +17,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,27 +42,7 @@ _segment_runner: ContextVar[SegmentRunner | None] = ContextVar("tribe_segments",
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-class SteppedMethod(Protocol):
-    """The members of `tribe.methods.Method` that this module uses."""
-
-    @property
-    def name(self) -> str:
-        """Return the name, for messages."""
-        ...
-
-    @property
-    def capture(self) -> str:
-        """Return how a step can be captured: "whole", "segments" (see `segment`) or "never"."""
-        ...
-
-    def step(
-        self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None, retired: Any = None
-    ) -> tuple[Tensor, Any]:
-        """Predict, then adapt."""
-        ...
-
-
-def capture_refusal(method: SteppedMethod, device: torch.device) -> str | None:
+def capture_refusal(method: Any, device: torch.device) -> str | None:
     """Return why the steps of a method cannot be captured, or None."""
     if device.type != "cuda":
         return f"CUDA graphs need a CUDA device; the network is on {device.type}"
@@ -77,7 +57,7 @@ class Steps:
     """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
 
     Args:
-        method: the method that adapts.
+        method: the `tribe.methods.Method` that adapts.
         net: the network, which must not be changed afterwards: a recording uses the addresses of its weights. Call
             `use` if it moves.
         graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
@@ -87,7 +67,7 @@ class Steps:
     capture_disabled_reason: str | None  # why steps are taken one launch at a time; None: they are captured
 
     def __init__(
-        self, method: SteppedMethod, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
+        self, method: Any, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
     ) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
@@ -122,7 +102,7 @@ class Steps:
                     self._give_up(f"the step could not be captured in a CUDA graph ({error})")
                     message = f"{self.capture_disabled_reason}; it is taken one launch at a time"
                     warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return self.method.step(self.net, state, x, valid, retired)
+            return self.method.step(self.net, state, x, valid, retired)  # type: ignore[no-any-return]
 
     def _step_captured(self, state: Any, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         if self._captured is None:
@@ -152,7 +132,7 @@ class Captured:
     _logits: Tensor | None
     _replay: list[Work]
 
-    def __init__(self, method: SteppedMethod, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+    def __init__(self, method: Any, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
         self.recorded = 0  # shapes of batches so far

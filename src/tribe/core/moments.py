@@ -80,7 +80,7 @@ def scale_and_shift(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue 
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Turn statistics (R, 1|B, C) and affine parameters (R, C) into a scale and a shift, (R, 1|B, C)."""
-    if kernels.can_run(mean) and mean.dtype == weight.dtype == torch.float32:
+    if kernels.can_run(mean, kernels.EXACT) and weight.dtype == torch.float32:
         return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
     scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
     return scale, bias.unsqueeze(1) - mean * scale

@@ -60,7 +60,7 @@ class Frozen:
 
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Pool per-sample moments (R, B, C) over the valid samples: (R, 1, C) mean and biased variance."""
-    if kernels.can_pool(mean):
+    if kernels.can_run(mean, kernels.EXACT):
         return _PoolBatch.apply(mean, var, valid)  # type: ignore[no-any-return,no-untyped-call]
     share = valid.to(mean.dtype)
     share = (share / share.sum(1, keepdim=True).clamp_min(1)).unsqueeze(-1)  # (R, B, 1)

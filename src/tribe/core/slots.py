@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,19 +49,7 @@ class Pass:
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
     find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
-    fusing: "Fusing | None" = None  # computes more than the normalisation in the passes of a slot
-
-
-class Fusing(Protocol):
-    """The calls of slots to `tribe.core.fusion`."""
-
-    def enter(self, slot: "Slot", x: Tensor) -> Epilogue:
-        """Return what a slot computes besides its normalisation, when it is called with x."""
-        ...
-
-    def leave(self, slot: "Slot", y: Tensor) -> None:
-        """Note that a slot has computed y."""
-        ...
+    fusing: Any = None  # a `Trial` or a `FusedPass` of `tribe.core.fusion`, told of each call of a slot
 
 
 SlotHook = Callable[["Slot", Tensor], None]

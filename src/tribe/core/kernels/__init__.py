@@ -43,7 +43,8 @@ else:  # stand-ins let the kernels' files be imported
             return kernel
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXACT = (torch.float32,)  # of moments, likelihoods and augmented images
+DTYPES = (*EXACT, torch.bfloat16, torch.float16)
 LINE = 256  # bytes of adjacent channels that a program reads; also how many numbers one takes where there are few
 SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
 PIXELS = 4096  # the most pixels of an image that `jitter` holds on the chip; it takes two launches for more
@@ -81,9 +82,9 @@ def using(mode: Switch) -> Iterator[None]:
         use(before)
 
 
-def can_run(x: Tensor) -> bool:
+def can_run(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
     """Return whether kernels can work on this tensor: its type, size and device."""
-    return x.dtype in DTYPES and x.numel() > 0 and can_launch(x)
+    return x.dtype in dtypes and x.numel() > 0 and can_launch(x)
 
 
 def can_launch(x: Tensor) -> bool:
@@ -101,24 +102,14 @@ def can_normalise(x: Tensor) -> bool:
     return can_run(x) and (at := strides_of(x)) is not None and at.channels * at.pixels < 2**31
 
 
-def can_pool(mean: Tensor) -> bool:
-    """Return whether the kernels can pool these moments (R, B, C)."""
-    return can_run(mean) and mean.dtype == torch.float32
-
-
 def can_update(mean: Tensor) -> bool:
     """Return whether the kernels can update class statistics from these moments (R, B, C)."""
-    return can_run(mean) and mean.dtype == torch.float32 and mean.shape[1] <= SAMPLES
-
-
-def can_jitter(x: Tensor) -> bool:
-    """Return whether `jitter` can work on these images (G, M, C, H, W)."""
-    return can_run(x) and x.dtype == torch.float32 and x.shape[2] in (1, 3)
+    return can_run(mean, EXACT) and mean.shape[1] <= SAMPLES
 
 
 def can_filter(likelihood: Tensor) -> bool:
     """Return whether the kernels can filter with these likelihoods (..., K)."""
-    return can_run(likelihood) and likelihood.dtype == torch.float32 and likelihood.shape[-1] <= CLASSES
+    return can_run(likelihood, EXACT) and likelihood.shape[-1] <= CLASSES
 
 
 @functools.cache
