@@ -208,7 +208,7 @@ class Tribe(Method):
 
     def _trusted(self, teacher: Tensor, valid: Tensor) -> Tensor:
         """Return the samples (S, B) that the teacher is certain of."""
-        certain: Tensor = losses.entropy(teacher.detach()) < self.h0 * math.log(self.norm.classes)  # type: ignore[operator]
+        certain: Tensor = losses.entropy(teacher.detach()) < self.h0 * math.log(self.class_count)  # type: ignore[operator]
         return certain & valid
 
     def _student_loss(self, student: Tensor, teacher: Tensor, trusted: Tensor) -> Tensor:
