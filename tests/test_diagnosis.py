@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tribe
+from networks import Around
 from tribe import methods
 from tribe.core import fusion
 from tribe.core.state import count_bytes
@@ -26,19 +27,13 @@ def problems(model: nn.Module, x: Any = X) -> str:
     return "\n".join(tribe.doctor(model, x).problems)
 
 
-class Around(nn.Module):
-    """Runs a network in some way of its own."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.run = small_network(), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.inner, x)
-
-
 def test_a_sound_network_has_no_problems() -> None:
-    assert problems(small_network()) == ""
+    report = tribe.doctor(small_network(), X)
+    assert report.adaptable
+    assert [layer.name for layer in report.layers] == ["1", "4"]
+    assert (report.classes, report.features) == (CLASSES, 8)
+    assert not any(report.methods.values())
+    assert report.problems == []
     assert problems(Around(lambda inner, x: inner(x))) == ""
 
 
@@ -51,6 +46,27 @@ def test_numbers_that_are_not_finite_are_named(name: str, value: float) -> None:
         report = tribe.doctor(net, x)
         assert f"not finite: {name}" in "\n".join(report.problems)
         json.dumps(dataclasses.asdict(report), allow_nan=False)  # a number that is none is not told as one
+
+
+MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "words"),
+    [(lambda x: x, "divided by 255"), (lambda x: (x - MEAN) / STD, "normalised with ImageNet's mean and std")],
+)
+def test_images_in_another_scale_than_those_of_the_training_are_named(trained_on, words) -> None:
+    net, given = small_network().train(), 255 if "255" in words else 1
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats()
+    for seed in range(60):
+        net(trained_on(images(16, 4, seed).flatten(0, 1)))
+    assert words in problems(net.eval(), given * images(16, 4, 99).flatten(0, 1))
+
+
+def test_images_of_which_some_are_not_finite_are_named() -> None:
+    assert "1 of 6 images are not finite" in problems(small_network(), X.index_fill(0, torch.tensor(0), torch.nan))
 
 
 def test_many_numbers_that_are_not_finite_are_counted() -> None:

@@ -11,7 +11,7 @@ from tribe import methods
 from tribe.core.state import leaves, select, stream
 from tribe.health.alarms import KINDS, Alarms, CollapseRules, look_for_collapse, start_collapse
 from tribe.health.frames import Verdict
-from tribe.health.martingale import fit_reference
+from tribe.health.martingale import Reference, fit_reference
 from tribe.health.report import AlarmLog, Event, read_alarms
 
 CLASSES, SIZE = 10, 20
@@ -233,7 +233,9 @@ def test_nothing_waits_for_the_device():
     with FakeTensorMode():
         valid, output = torch.ones(2, 5) > 0, torch.rand(2, 5, CLASSES)
         verdict, state = ALARMS.look(ALARMS.init(2, CLASSES), torch.rand(2, 5, 3, 16, 16), valid)
-        state = ALARMS.observe(state, verdict, output, valid, torch.rand(2), source=output, known=valid)
+        reference = Reference(torch.rand(CLASSES, 64), torch.rand(()))
+        given = {"source": output, "known": valid, "reference": reference}
+        state = ALARMS.observe(state, verdict, output, valid, torch.rand(2), **given)
     assert state.on.shape == (2, len(KINDS))
 
 

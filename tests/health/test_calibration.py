@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import tribe
-from commands import message
 from commands import tribe_command as command
 from tribe.core.backbone import Backbone
 from tribe.health.calibration import Calibration, fit_temperature
@@ -182,15 +181,6 @@ def test_the_command_writes_a_calibration(net, tmp_path, monkeypatch):
     made = Calibration.load("health.safetensors")
     made.check(net, tribe.methods.create("source"))
     assert made.accuracy == report["spec"]["accuracy"]
-
-
-def test_the_command_says_how_many_images_are_needed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    options = ("--model", "compact", "--dataset", "mnist", "--images", 20, "--out", "health.safetensors")
-    result = command("source", "health", *options)
-    assert result.exit_code == 2
-    assert "20 images that can be used are too few" in message(result)
-    assert not (tmp_path / "health.safetensors").exists()
 
 
 def test_the_spread_between_classes_is_free_of_luck():

@@ -13,7 +13,7 @@ from tribe.health.guard import Guard, limit, pull_back
 from tribe.health.lean import distance_of_images, distance_of_statistics, interpolate_to_source, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.batch import MixedBatch
-from tribe.testing import check_method, ready, small, small_network
+from tribe.testing import check_method, ready, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures
 
@@ -263,15 +263,6 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
     assert interpolate_to_source(net, adapted, None, 1.0, 0.3) is adapted
 
 
-def test_at_the_source_the_network_is_the_sources():
-    net = small_backbone()
-    source = Deployed(*net.source(2), Frozen())
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(interpolate_to_source(net, source, lambda: 0.06**2, 0.85, 0.3).stats, source.stats, strict=True)
-    )
-
-
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net, x = small_backbone(), pictures(1, 6)
     leaned = interpolate_to_source(net, Deployed(*net.source(), PerBatch()), lambda: 0.06**2, 0.85, 0.3)
@@ -318,22 +309,12 @@ def _moments(net, x):
     return values, values.square(), 64
 
 
-def test_a_guarded_adapter_resumes_bit_for_bit_and_exports_what_it_predicts(tmp_path):
-    net = small_network()
-    adapter = tribe.adapt(net, guard=True, streams=2)
+def test_a_guarded_adapter_exports_what_it_predicts():
+    adapter = tribe.adapt(small_network(), guard=True, streams=2)
     for seed in range(3):
         adapter(pictures(2, 6, seed))
-    adapter.save(tmp_path / "state")
-    again = tribe.load(tmp_path / "state", net)
     x = pictures(2, 6, 9)
-    assert torch.equal(adapter(x), again(x))
-    assert adapter.digest() == again.digest()
-    plain = adapter.export(stream=1)
-    torch.testing.assert_close(plain(x[1]), adapter.predict(x)[1])
-
-
-def test_the_part_that_a_check_changes_is_declared():
-    assert small(ready("tribe+guard")).guard.skip is False
+    torch.testing.assert_close(adapter.export(stream=1)(x[1]), adapter.predict(x)[1])
 
 
 def test_a_good_state_is_kept_under_a_shift_and_not_while_scatter_is_suspected():

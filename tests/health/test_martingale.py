@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tribe.core.state import stream
 from tribe.health.martingale import MIN_BET, Martingale, Reference, fit_reference, rank
@@ -132,12 +131,3 @@ def test_nothing_is_said_of_a_class_that_calibration_lacked():
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="at least 20 images"):
         fit_reference(*source(19), CLASSES)
-
-
-def test_nothing_waits_for_the_device():
-    with FakeTensorMode():
-        reference = Reference(torch.rand(CLASSES, 64), torch.rand(()))
-        u = rank(reference, torch.rand(2, 5), torch.zeros(2, 5, dtype=torch.int64))
-        images = torch.zeros(2, dtype=torch.int64)
-        alarm, _ = Martingale().step(reference, Martingale().init(2), u, torch.ones(2, 5) > 0, images)
-    assert alarm.shape == (2,)

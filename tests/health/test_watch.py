@@ -1,6 +1,5 @@
 """Watching: health, events and the last good state, through a real adapter."""
 
-import logging
 import math
 
 import pytest
@@ -10,7 +9,7 @@ import tribe
 from tribe.core.state import leaves
 from tribe.health import Guard, Watch
 from tribe.methods import EmptyState
-from tribe.testing import CLASSES, images, ready, small_network
+from tribe.testing import images, ready, small_network
 from tribe.testing.samples import small_backbone
 from watching import pictures
 
@@ -86,28 +85,6 @@ def test_an_alarm_after_a_reset_is_new_and_one_of_a_snapshot_is_not():
     assert "black" not in heard
 
 
-def test_a_black_camera_raises_an_alarm_once_in_words_to_callback_log_and_record(caplog, tmp_path):
-    heard = []
-    net = small_network()
-    adapter = tribe.adapt(net, guard=True, time="auto", on_event=heard.append)
-    adapter(pictures(1, 16)[0])
-    with caplog.at_level(logging.WARNING, "tribe.health"):
-        for _ in range(6):
-            adapter(torch.zeros(16, 3, 8, 8))
-    black = [event for event in heard if event.kind == "black"]
-    assert len(black) == 1
-    assert black[0].since == 16
-    assert "the camera is black" in black[0].words
-    assert adapter.events == heard
-    assert "black" in adapter.health[0].alarms
-    assert adapter.health[0].held == 96
-    assert any("the camera is black" in record.message for record in caplog.records)
-    adapter.save(tmp_path / "state")
-    again = tribe.load(tmp_path / "state", net)
-    assert again.events == [], "what a saved stream has reported is not reported again"
-    assert again.health == adapter.health
-
-
 def test_a_stream_that_goes_wrong_returns_to_its_last_good_state():
     net, guarded = small_backbone(), ready("tent+guard", lr=0.3, speed=None, pull=0.0, good_every=40, probe=0)
     state = guarded.init(net, 2)
@@ -157,32 +134,3 @@ def test_settings_that_make_no_sense_are_refused_in_words(fields, error, words):
         Watch(**fields)
     with pytest.raises(error, match=words):
         Guard(**fields)
-
-
-def test_a_calibrated_stream_has_an_estimate(calibrated):
-    net, calibration, path = calibrated
-    for health in (calibration, path):
-        adapter = tribe.adapt(net, "tribe", health=health)
-        adapter(pictures(1, 8)[0])
-        (found,) = adapter.health
-        assert found.calibrated
-        assert 0 <= found.low <= found.accuracy <= found.high <= 1
-        assert 0 <= found.overall <= 1
-    with pytest.raises(ValueError, match="another network"):
-        tribe.adapt(small_network(seed=1), health=calibration)
-    with pytest.raises(ValueError, match="was made with tribe; this stream adapts with tent"):
-        tribe.adapt(net, "tent", health=calibration)
-
-
-@pytest.fixture(scope="module")
-def calibrated(tmp_path_factory):
-    """The small network, calibrated on 240 pictures that it labels itself, with some mistakes."""
-    net = small_network()
-    x = pictures(1, 240, 5)[0]
-    with torch.no_grad():
-        labels = net(x).argmax(1)
-    labels[::7] = (labels[::7] + 1) % CLASSES
-    calibration = tribe.calibrate(net, x, labels)
-    path = tmp_path_factory.mktemp("health") / "health.safetensors"
-    calibration.save(path)
-    return net, calibration, path

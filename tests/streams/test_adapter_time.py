@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import tribe
-from tribe.core.state import digest, leaves
+from tribe.core.state import digest
 from tribe.filters.cofa import Cofa
 from tribe.filters.markov import Markov
-from tribe.testing import labels_in_bursts, predictions, small_network
+from tribe.testing import labels_in_bursts, predictions
 
 CLASSES = 4
 
@@ -146,19 +146,6 @@ def test_it_is_saved_and_resumes_bit_for_bit(rule, tmp_path):
     assert resumed.digest() == whole.digest()
 
 
-def test_snapshots_and_state_dicts_hold_the_filter():
-    (x,), _ = camera(images=120)
-    adapter, other = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
-    answer(adapter, x[:80])
-    kept, weights, before = adapter.snapshot(), adapter.state_dict(), adapter.digest()
-    wanted = answer(adapter, x[80:])
-    adapter.restore(kept)
-    assert adapter.digest() == before
-    assert torch.equal(answer(adapter, x[80:]), wanted)
-    other.load_state_dict(weights)
-    assert torch.equal(answer(other, x[80:]), wanted)
-
-
 def test_a_frozen_adapter_goes_on_filtering():
     (x,), (labels,) = camera(images=240)
     adapter = tribe.adapt(reader(), "tribe", time="auto")
@@ -191,28 +178,6 @@ def test_predict_answers_as_the_next_call_and_changes_nothing(frozen):
     assert adapter.time == report
     assert torch.equal(adapter(x[100:]), predicted)
     assert adapter.digest() != before
-
-
-def test_a_stream_is_reset_with_its_filter():
-    x, _ = camera(streams=3, images=100)
-    adapter = tribe.adapt(reader(), "tribe", time="auto", streams=3)
-    fresh = leaves(adapter.state.filter)
-    answer(adapter, x)
-    before = {name: t.clone() for name, t in leaves(adapter.state.filter).items()}
-    adapter.reset(stream=1)
-    for name, t in leaves(adapter.state.filter).items():
-        assert torch.equal(t[1], fresh[name][1]), name
-        assert torch.equal(t[[0, 2]], before[name][[0, 2]]), name
-    assert [info.on for info in adapter.time] == [True, False, True]
-    adapter.reset()
-    assert digest(adapter.state.filter) == digest(tribe.adapt(reader(), "tribe", time="auto", streams=3).state.filter)
-
-
-def test_export_is_refused_in_words():
-    with pytest.raises(
-        ValueError, match=r"source\+time cannot be exported.*filters its predictions over time.*freeze\(\).*save\(\)"
-    ):
-        tribe.adapt(small_network(), "source", time="auto").export()
 
 
 def test_a_filter_follows_its_adapter_to_another_precision():
@@ -333,19 +298,6 @@ def test_a_bad_image_in_a_burst_is_as_if_it_had_not_been_there(within):
     assert clean.time[0].on
     assert hurt.time[0].evidence == pytest.approx(clean.time[0].evidence, abs=1e-3)
     assert hurt.info[0].skipped == 2
-
-
-def test_streams_are_filtered_as_if_each_were_alone():
-    x, _ = camera(streams=3, images=100)
-    x[1] = camera(images=100, stay=0)[0]
-    together = tribe.adapt(reader(), "tribe", time="auto", streams=3, seed=5)
-    answers = answer(together, x)
-    for i in range(3):
-        alone = tribe.adapt(reader(), "tribe", time="auto", seed=5 + i)
-        assert torch.allclose(answer(alone, x[i]), answers[i], rtol=0, atol=1e-4)
-        assert alone.time[0].on == together.time[i].on
-        assert alone.time[0].temperature == together.time[i].temperature
-    assert [info.on for info in together.time] == [True, False, True]
 
 
 def test_probabilities_stay_probabilities():

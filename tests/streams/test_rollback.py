@@ -282,14 +282,6 @@ def test_snapshots_are_not_reached_by_later_steps():
         assert digest(kept.snapshot.state) == expected
 
 
-def test_adapters_that_share_a_network_have_their_own_histories():
-    shared = Backbone(small_network())
-    one, two = (learner(shared, history=tribe.History(every=6)) for _ in range(2))
-    one(batch()), two(batch(1)), two(batch(2))
-    assert [len(adapter.history) for adapter in (one, two)] == [1, 2]
-    assert one.rollback(two.history[0]).seconds is None
-
-
 def test_a_stream_of_a_fleet_goes_back_alone():
     fleet = tribe.fleet(Backbone(small_network()), history=tribe.History(every=1, seconds=None, keep=3))
     digests = []

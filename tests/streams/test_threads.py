@@ -9,7 +9,7 @@ import torch
 
 import tribe
 from tribe.core.state import digest
-from tribe.methods import Pipeline, create, names
+from tribe.methods import names
 from tribe.methods.tribe import Tribe
 from tribe.testing import images, ready
 from tribe.testing.samples import small, small_backbone
@@ -180,11 +180,6 @@ def test_what_a_state_predicts_with_is_made_once():
     for _ in range(3):
         fleet.predict({"a": x(2), "b": x(3)})
     assert made == [1], "of the stream that learned"
-
-
-def test_a_method_is_what_the_registry_makes():
-    assert isinstance(tribe.fleet(NET, "tribe", time="auto").method, Pipeline)
-    assert tribe.fleet(NET, create("bn", classes=4)).method.name == "bn"
 
 
 def test_an_adapter_predicts_during_a_step_and_its_memory_is_not_reused_under_a_reader():

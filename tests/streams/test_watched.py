@@ -2,6 +2,7 @@
 
 import logging
 
+import pytest
 import torch
 
 import tribe
@@ -69,7 +70,8 @@ def test_without_health_there_is_none():
 
 def test_a_calibrated_stream_has_an_estimate_and_goes_through_a_file(tmp_path):
     net = small_network()
-    calibration_of(net).save(tmp_path / "health.safetensors")
+    calibration = calibration_of(net)
+    calibration.save(tmp_path / "health.safetensors")
     fleet = tribe.fleet(net, health=tmp_path / "health.safetensors", time="auto")
     fleet({"door": pictures(1, 8)[0]})
     found = fleet.health("door")
@@ -77,3 +79,10 @@ def test_a_calibrated_stream_has_an_estimate_and_goes_through_a_file(tmp_path):
     fleet.save("door", tmp_path / "door.safetensors")
     assert fleet.load("porch", tmp_path / "door.safetensors").health("porch") == found
     assert tribe.load(tmp_path / "door.safetensors", net).health == [found]
+    adapter = tribe.adapt(net, health=calibration)
+    adapter(pictures(1, 8)[0])
+    assert (adapter.health[0].calibrated, adapter.health[0].accuracy) == (True, found.accuracy)
+    with pytest.raises(ValueError, match="another network"):
+        tribe.adapt(small_network(seed=1), health=calibration)
+    with pytest.raises(ValueError, match="was made with tribe; this stream adapts with tent"):
+        tribe.adapt(net, "tent", health=calibration)
