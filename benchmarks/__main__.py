@@ -9,7 +9,8 @@ import typer
 import tribe
 from benchmarks.released import Released
 from tribe.cli.commands.bench import bench
-from tribe.experiments.bench import METHODS, Contender, Workload, contender
+from tribe.experiments.bench.contenders import Contender, Workload, contender
+from tribe.experiments.bench.measurement import METHODS
 
 RELEASED = "released"
 

@@ -219,9 +219,8 @@ def _run(plan: Plan, runs: Path, workers: str | None) -> Plan:
             results = run_all(
                 sorted(missing, key=lambda e: -_images(e)),  # no worker starts a long run at the end
                 runs,
-                workers=int(workers) if workers is not None and workers.isdigit() else workers,
+                workers=workers,
                 workbench=plan.workbench,
-                retries=0 if workers is None else 2,
                 progress=bars.progress,
                 done=bars.done,
             )

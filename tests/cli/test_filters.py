@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import tribe
 from commands import app
 from tribe.cli.options import method_names
-from tribe.experiments import bench
+from tribe.experiments.bench import contenders
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.provenance import code_at, from_file
 from tribe.experiments.spec import ComponentSpec
@@ -80,9 +80,9 @@ def test_a_misspelt_filter_is_named(command):
 
 
 def test_a_filter_is_measured_like_a_method():
-    bench.contenders.check_names(["tribe+time", "selftrain/robust-bn+cofa", "plain"])
+    contenders.check_names(["tribe+time", "selftrain/robust-bn+cofa", "plain"])
     with pytest.raises(ValueError, match="unknown method 'plain\\+time'"):
-        bench.contenders.check_names(["plain+time"])
+        contenders.check_names(["plain+time"])
 
 
 def test_source_knowledge_is_that_of_the_method_alone(workbench):

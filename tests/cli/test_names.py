@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-import tribe
 from commands import message, succeeded, tribe_command
 from reproduction import render
 from reproduction.chart import draw_chart
@@ -17,6 +16,7 @@ from reproduction.compare import Comparison, Entry
 from tribe import methods, scenarios
 from tribe.cli.output import messages
 from tribe.experiments import plots
+from tribe.experiments.bench import measurement, results
 from tribe.experiments.record import Record
 from tribe.fields import printable
 
@@ -169,13 +169,11 @@ def test_a_chart_of_the_paper_draws_names_as_they_are():
 
 
 def test_the_table_of_a_benchmark_shows_names_as_they_are():
-    setting = tribe.experiments.bench.Setting("\x1b[2Jnet", (3, 8, 8), 4)
-    row = tribe.experiments.bench.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
-    tribe.experiments.bench.write(
+    setting = measurement.Setting("\x1b[2Jnet", (3, 8, 8), 4)
+    row = measurement.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
+    results.write(
         "old.json",
-        tribe.experiments.bench.to_data(
-            tribe.experiments.bench.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))
-        ),
+        results.to_data(measurement.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))),
     )
     result = tribe_command("bench", "--compare", "old.json", "--model", "compact", "--methods", "source")
     assert_shown(result.output, ())

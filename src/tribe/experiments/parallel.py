@@ -64,7 +64,7 @@ def run_all(
     workers: int | str | None = None,
     workbench: Workbench | None = None,
     gpus: float = 0.25,
-    retries: int = 0,
+    retries: int | None = None,
     every: int = EVERY,
     force: bool = False,
     keep_outputs: bool = False,
@@ -80,15 +80,19 @@ def run_all(
     Args:
         experiments: What to run.
         root: The folder of results.
-        workers: None runs them in this process, one after the other; a number, in as many processes; a text, on Ray:
-            "auto" is the cluster of $RAY_ADDRESS or of this machine, or a new one here, "local" always a new one, else
-            it is the address of a cluster.
+        workers: None runs them in this process, one after the other; a number, in as many processes; other text, on
+            Ray: "auto" is the cluster of $RAY_ADDRESS or of this machine, or a new one here, "local" always a new one,
+            else it is the address of a cluster.
         workbench: Where data and weights are, on all workers; by default in each worker's own $TRIBE_DATA.
         gpus: Share of a GPU that an experiment on CUDA takes on Ray; 0.25 lets four share one.
-        retries: How often a failed experiment is tried again.
+        retries: How often a failed experiment is tried again; None: twice on Ray, else never.
         progress: Called at intervals, in this process, for each experiment that advanced.
         done: Called once for each experiment, when it is finished or has failed.
     """
+    if isinstance(workers, str) and workers.isdigit():
+        workers = int(workers)
+    if retries is None:
+        retries = 2 if isinstance(workers, str) else 0
     requested = list(experiments)
     todo = in_groups(dict.fromkeys(requested))
     if retries < 0:

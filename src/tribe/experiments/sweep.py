@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from tribe.experiments.parallel import Failure
 from tribe.experiments.record import Record
 from tribe.experiments.store import Result
 
@@ -147,10 +148,10 @@ class SweepRow:
         return error if math.isfinite(error) else None
 
 
-def make_row(point: Point, outcome: Result | str) -> SweepRow:
-    """Return the row of a point; a text is the reason why the result is missing."""
-    if isinstance(outcome, str):
-        return SweepRow(point, None, dict.fromkeys(SCORES), outcome)
+def make_row(point: Point, outcome: Result | Failure) -> SweepRow:
+    """Return the row of a point."""
+    if isinstance(outcome, Failure):
+        return SweepRow(point, None, dict.fromkeys(SCORES), outcome.reason)
     records = outcome.records() if outcome.has_records else []
     scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
     return SweepRow(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))

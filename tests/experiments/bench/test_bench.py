@@ -13,8 +13,7 @@ from places import ROOT
 from processes import ended
 from tribe.core import kernels
 from tribe.core.state import count_bytes
-from tribe.experiments import bench
-from tribe.experiments.bench import clock, contenders
+from tribe.experiments.bench import clock, contenders, measurement, results
 from tribe.experiments.bench.contenders import Workload, count_operations
 
 CPU = torch.device("cpu")
@@ -34,7 +33,7 @@ def network():
 
 
 def setting(**fields):
-    return bench.Setting(**{"model": "tiny", "shape": SHAPE, "classes": 4, "batch": 4, **fields})
+    return measurement.Setting(**{"model": "tiny", "shape": SHAPE, "classes": 4, "batch": 4, **fields})
 
 
 def workload(batch=4, streams=1):
@@ -44,7 +43,7 @@ def workload(batch=4, streams=1):
 
 @pytest.fixture(scope="module")
 def result():
-    return bench.measure(network(), setting(streams=2), ["source", "rotta", "tribe"], repeats=2)
+    return measurement.measure(network(), setting(streams=2), ["source", "rotta", "tribe"], repeats=2)
 
 
 @pytest.fixture
@@ -140,7 +139,7 @@ def test_bf16_is_bf16_for_all():
         return contenders.create("plain", g)
 
     try:
-        bench.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
+        measurement.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
     finally:
         del contenders._builders["spy"]
     assert set(seen.values()) == {torch.bfloat16}
@@ -157,7 +156,7 @@ def test_everything_is_put_back():
         return contenders.create("plain", g)
 
     try:
-        bench.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
+        measurement.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
     finally:
         del contenders._builders["spy"]
     assert set(used) == {(1, False)}
@@ -168,7 +167,7 @@ def test_everything_is_put_back():
 
 def test_the_networks_that_are_timed_are_always_the_same_and_keep_their_activations_in_bounds():
     drawn = torch.get_rng_state()
-    first, again = bench.build("wrn10_1"), bench.build("wrn10_1")
+    first, again = contenders.build("wrn10_1"), contenders.build("wrn10_1")
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(t, again.state_dict()[name]) for name, t in first.state_dict().items())
     assert not first.training
@@ -177,7 +176,7 @@ def test_the_networks_that_are_timed_are_always_the_same_and_keep_their_activati
 
 def test_progress_reaches_its_end():
     calls = []
-    bench.measure(network(), setting(), ["tent"], repeats=2, progress=lambda *call: calls.append(call))
+    measurement.measure(network(), setting(), ["tent"], repeats=2, progress=lambda *call: calls.append(call))
     done, total, _ = zip(*calls, strict=True)
     assert list(done) == list(range(1, total[0] + 1))
 
@@ -200,43 +199,43 @@ def test_an_impossible_setting_is_refused(fields, words):
 
 def test_networks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"tiny failed on images of shape \(3, 9, 9\): RuntimeError"):
-        bench.measure(network(), setting(shape=(3, 9, 9)), ["tent"])
+        measurement.measure(network(), setting(shape=(3, 9, 9)), ["tent"])
     with pytest.raises(ValueError, match=r"tiny gave \(1, 4\) for an image; expected logits of shape \(1, 7\)"):
-        bench.measure(network(), setting(classes=7), ["tent"])
+        measurement.measure(network(), setting(classes=7), ["tent"])
 
 
 # -- files and what changed --------------------------------------------------------------------------------------------
 
 
 def test_a_result_reads_back(result, tmp_path):
-    bench.write(tmp_path / "a.json", bench.to_data(result))
-    assert bench.read(tmp_path / "a.json") == result
+    results.write(tmp_path / "a.json", results.to_data(result))
+    assert results.read(tmp_path / "a.json") == result
 
 
 def test_compare_names_what_changed(result):
     slower = [dict(vars(row)) for row in result.rows]
     slower[-1]["ms_per_image"] *= 2
     machine = {**result.machine, "torch": "9.9"}
-    new = bench.BenchResult(
-        result.setting, machine, result.repeats, 1.0, tuple(bench.BenchRow(**row) for row in slower[1:])
+    new = measurement.BenchResult(
+        result.setting, machine, result.repeats, 1.0, tuple(measurement.BenchRow(**row) for row in slower[1:])
     )
-    changes = {change.name: change for change in bench.compare(result, new)}
+    changes = {change.name: change for change in results.compare(result, new)}
     assert changes["tribe"].ratio == 2
     assert changes["source"].ratio == 1
     assert changes["plain"].ratio is None  # missing in the new one
-    differences = bench.machine_differences(result, new)
+    differences = results.machine_differences(result, new)
     assert differences == [f"torch {torch.__version__} -> 9.9"]
-    text = bench.show_changes(list(changes.values()), differences)
+    text = results.show_changes(list(changes.values()), differences)
     assert "-> 9.9" in text
     assert next(line for line in text.splitlines() if line.startswith("tribe")).split()[5] == "2.00"
 
 
 def test_other_settings_are_not_compared(result):
-    other = bench.Setting(**{**vars(result.setting), "batch": 5, "precision": "bf16"})
+    other = measurement.Setting(**{**vars(result.setting), "batch": 5, "precision": "bf16"})
     with pytest.raises(ValueError, match=r"batch 4 then, 5 now; precision float32 then, bf16 now"):
-        bench.check_comparable(result.setting, other)
-    bench.check_comparable(
-        *(bench.Setting(**{**vars(result.setting), "device": d}) for d in ("cuda", "cuda:1"))
+        results.check_comparable(result.setting, other)
+    results.check_comparable(
+        *(measurement.Setting(**{**vars(result.setting), "device": d}) for d in ("cuda", "cuda:1"))
     )  # one of several equal ones
 
 
@@ -256,18 +255,18 @@ def test_other_settings_are_not_compared(result):
     ],
 )
 def test_damaged_results_are_refused(result, tmp_path, spoil, words):
-    data = json.loads(json.dumps(bench.to_data(result)))
+    data = json.loads(json.dumps(results.to_data(result)))
     spoil(data)
     (tmp_path / "bad.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=words):
-        bench.read(tmp_path / "bad.json")
+        results.read(tmp_path / "bad.json")
 
 
 def test_a_file_cut_short_is_refused(result, tmp_path):
-    whole = json.dumps(bench.to_data(result))
+    whole = json.dumps(results.to_data(result))
     (tmp_path / "half.json").write_text(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="is not JSON, or it was cut short"):
-        bench.read(tmp_path / "half.json")
+        results.read(tmp_path / "half.json")
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ def test_the_command_prints_a_table_and_writes_json(own, tmp_path):
     assert "2 streams x 4 images of 3x8x8" in result.stdout
     for name in ("plain", "channels-last", "tent", "tribe"):
         assert any(line.startswith(f"{name} ") for line in result.stdout.splitlines())
-    saved = bench.read(tmp_path / "out.json")
+    saved = results.read(tmp_path / "out.json")
     assert saved.setting.classes == 4
     assert [row.name for row in saved.rows] == ["plain", "channels-last", "tent", "tribe"]
 
@@ -324,7 +323,7 @@ def test_the_command_compares(own, tmp_path):
     data = json.loads((tmp_path / "old.json").read_text())
     assert data["compared"]["now_over_then"]["tent"] > 0
     assert data["compared"]["now_over_then"]["source"] is None
-    bench.read(tmp_path / "old.json")
+    results.read(tmp_path / "old.json")
 
     result = tribe_command(*own, "--threads", "1", "--compare", "old.json")
     assert result.exit_code == 2
@@ -370,7 +369,7 @@ def test_the_released_structure_is_a_contender_of_the_benchmarks(tmp_path):
     words = ("--model", "wrn10_1", "--batch", "2", "--repeats", "1", "--json", out)
     done = ended("-m", "benchmarks", *words, cwd=ROOT)
     assert done.code == 0, done.err
-    rows = {row.name: row for row in bench.read(out).rows}
+    rows = {row.name: row for row in results.read(out).rows}
     assert {"source", "tent", "rotta", "tribe", "released"} < rows.keys()
     assert rows["released"].state_bytes > 0
 

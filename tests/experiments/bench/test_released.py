@@ -5,7 +5,7 @@ import torch
 from benchmarks.released import Released
 
 import tribe
-from tribe.experiments import bench
+from tribe.experiments.bench import contenders
 from tribe.testing import CLASSES, images, small_network
 
 
@@ -26,7 +26,7 @@ def test_three_networks_and_the_rows_of_one_give_the_same_logits(fields):
 
 def test_a_network_of_the_package_gives_the_same_logits():
     """Some of their layers normalise and activate at once."""
-    model, method = bench.build("resnet8"), tribe.methods.create("tribe", classes=10, h0=0.9)
+    model, method = contenders.build("resnet8"), tribe.methods.create("tribe", classes=10, h0=0.9)
     adapter, reference = tribe.adapt(model, method), Released(model, method)
     for seed in range(3):
         x = torch.rand(8, 3, 32, 32, generator=torch.Generator().manual_seed(seed))

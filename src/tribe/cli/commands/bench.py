@@ -18,9 +18,8 @@ from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
 from tribe.cli.output import check_json_file, fail, messages, print_json
 from tribe.core.precision import choose_device, precision_on
-from tribe.experiments import bench as speed
-from tribe.experiments.bench import REPEATS, BenchResult
-from tribe.experiments.bench.measurement import BenchProgress
+from tribe.experiments.bench import contenders, measurement, results
+from tribe.experiments.bench.measurement import REPEATS, BenchProgress, BenchResult
 from tribe.fields import printable
 
 
@@ -40,7 +39,7 @@ def bench(
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Methods to measure, comma-separated; file.py:Class for a custom one.")
-    ] = ",".join(speed.METHODS),
+    ] = ",".join(measurement.METHODS),
     batch: Annotated[int, typer.Option(help="Images a stream and step.")] = 64,
     streams: Annotated[int, typer.Option(help="Independent streams in one step.")] = 1,
     precision: Precision = "tf32",
@@ -68,13 +67,13 @@ def bench(
     """
     with messages(), _out_of_memory_as_message():
         check_json_file(json_file)
-        old = None if compare_file is None else speed.read(compare_file)
+        old = None if compare_file is None else results.read(compare_file)
         where = choose_device(device)
         names = method_names(methods)
-        speed.check_names(names)
+        contenders.check_names(names)
         name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
         build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
-        setting = speed.Setting(
+        setting = measurement.Setting(
             model=name,
             shape=size,
             classes=count,
@@ -87,10 +86,10 @@ def bench(
             threads=threads,
         )
         if old is not None:
-            speed.check_comparable(old.setting, setting)  # before the work, not after it
+            results.check_comparable(old.setting, setting)  # before the work, not after it
         with _progress() as show:
             net = build(where)
-            result = speed.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
+            result = measurement.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
     _print(result, old, json_file)
 
 
@@ -106,20 +105,20 @@ def _out_of_memory_as_message() -> Iterator[None]:
 
 def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) -> None:
     """Print the table, and the changes since an old result; write the JSON file."""
-    console, data = Console(stderr=json_file == "-"), speed.to_data(result)
-    texts = [speed.show(result)]
+    console, data = Console(stderr=json_file == "-"), results.to_data(result)
+    texts = [results.show(result)]
     if old is not None:
-        changes, differences = speed.compare(old, result), speed.machine_differences(old, result)
+        changes, differences = results.compare(old, result), results.machine_differences(old, result)
         ratios = {change.name: change.ratio for change in changes}
         data["compared"] = {"surroundings": differences, "now_over_then": ratios}
-        texts.append(speed.show_changes(changes, differences))
+        texts.append(results.show_changes(changes, differences))
     for text in texts:
         console.print(printable(f"{text}\n", keep="\n"), soft_wrap=True, markup=False, highlight=False)
     if json_file == "-":
         print_json(data)
     elif json_file is not None:
         try:
-            speed.write(json_file, data)
+            results.write(json_file, data)
         except OSError as error:
             fail(f"the results above could not be written: {error}")
 
@@ -131,7 +130,7 @@ def _network(
     if ":" not in name:
         fields: dict[str, Any] = {} if classes is None else {"classes": classes}
         design = tribe.models.architecture(name, **fields)
-        return partial(speed.build, name, design.classes), design.classes, shape or design.shape
+        return partial(contenders.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
         raise ValueError(f"the shape of the images of {name} is unknown: give it, such as --shape 3,224,224")
     net = load_custom_model(name)

@@ -23,7 +23,7 @@ from tribe.cli.planning import COMPONENTS, Planner, file_name
 from tribe.experiments import plots
 from tribe.experiments import sweep as grids
 from tribe.experiments.experiment import STREAM, Experiment
-from tribe.experiments.parallel import Failure, run_all
+from tribe.experiments.parallel import run_all
 from tribe.experiments.provenance import machine
 from tribe.experiments.spec import canonical
 from tribe.experiments.store import ResultStore
@@ -81,7 +81,7 @@ class SweepPlan(NamedTuple):
     @property
     def places(self) -> list[str]:
         """The fields that vary."""
-        return [place for axis in self.axes for place in axis.places]
+        return list(self.points[0])
 
 
 @app.command()
@@ -118,7 +118,7 @@ def sweep(
         planner = Planner(dataset, model, weights, scenario, [name], seeds, settings, data)
         plan = _plan(planner, name, axes)
         if not dry_run:
-            rows = _play(plan, out, int(workers) if workers is not None and workers.isdigit() else workers)
+            rows = _play(plan, out, workers)
     with output.messages(redirect=False):
         if dry_run:
             _dry_run(plan, out, console, json_file)
@@ -148,7 +148,7 @@ def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
     return SweepPlan(planner, method, axes, points, [planner.experiment(method, point) for point in points])
 
 
-def _play(plan: SweepPlan, out: Path, workers: int | str | None) -> list[SweepRow]:
+def _play(plan: SweepPlan, out: Path, workers: str | None) -> list[SweepRow]:
     """Run what is missing; a point that fails does not stop the others."""
     out.mkdir(parents=True, exist_ok=True)
     names = {experiment: _words(point) for experiment, point in zip(plan.experiments, plan.points, strict=True)}
@@ -159,13 +159,11 @@ def _play(plan: SweepPlan, out: Path, workers: int | str | None) -> list[SweepRo
             out,
             workers=workers,
             workbench=plan.planner.workbench,
-            retries=2 if isinstance(workers, str) else 0,
             command=["tribe", *sys.argv[1:]],
             progress=bars.progress,
             done=bars.done,
         )
-    reasons = [outcome.reason if isinstance(outcome, Failure) else outcome for outcome in outcomes]
-    return [grids.make_row(point, outcome) for point, outcome in zip(plan.points, reasons, strict=True)]
+    return [grids.make_row(point, outcome) for point, outcome in zip(plan.points, outcomes, strict=True)]
 
 
 def _words(point: Point) -> str:
@@ -174,13 +172,14 @@ def _words(point: Point) -> str:
 
 def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None) -> None:
     store = ResultStore(out)
-    done = [store.find(experiment) is not None for experiment in plan.experiments]
-    rows = list(zip(plan.points, plan.experiments, done, strict=True))
-    points = [{"fields": point, "id": experiment.id, "done": is_done} for point, experiment, is_done in rows]
-    cells = ([*map(str, point.values()), e.id, "done" if is_done else ""] for point, e, is_done in rows)
-    output.write_json({"points": points}, json_file)
+    rows: list[dict[str, Any]] = [
+        {"fields": point, "id": experiment.id, "done": store.find(experiment) is not None}
+        for point, experiment in zip(plan.points, plan.experiments, strict=True)
+    ]
+    output.write_json({"points": rows}, json_file)
+    cells = ([*map(str, row["fields"].values()), row["id"], "done" if row["done"] else ""] for row in rows)
     console.print(output.make_table([*plan.places, "id", ""], [], cells))
-    console.print(f"{len(done)} points, {sum(done)} done", highlight=False)
+    console.print(f"{len(rows)} points, {sum(row['done'] for row in rows)} done", highlight=False)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
