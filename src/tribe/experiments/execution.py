@@ -56,13 +56,8 @@ def run_experiment(
 ) -> Result:
     """Return the result of an experiment, which is in ``root`` afterwards.
 
-    Arguments that are not listed are fields of `RunSettings`.
-
     Args:
-        experiment: What to compute.
-        root: The folder of results.
         workbench: Where data and weights are, for an experiment whose components this process has not built.
-        progress: Called after every batch.
         wait: For another process that computes the same; else `Busy` is raised.
     """
     return ExperimentRunner(RunSettings(root, every, force, keep_outputs), workbench).run(experiment, progress, wait)

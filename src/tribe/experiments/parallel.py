@@ -78,8 +78,6 @@ def run_all(
     that are not listed are fields of `RunSettings`.
 
     Args:
-        experiments: What to run.
-        root: The folder of results.
         workers: None runs them in this process, one after the other; a number, in as many processes; other text, on
             Ray: "auto" is the cluster of $RAY_ADDRESS or of this machine, or a new one here, "local" always a new one,
             else it is the address of a cluster.

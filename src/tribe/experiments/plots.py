@@ -33,12 +33,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure":
-    """Instance error per domain of each method, mean over its records, above the classes each domain played.
-
-    Args:
-        records: by method, one for each seed; all of the same stream.
-        title: of the chart.
-    """
+    """Draw the error per domain of each method, mean over its records, above the classes that each domain played."""
     first = next(iter(records.values()))[0]
     figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(first.domains)), 6.4), heights=(3, 2))
     place = range(len(first.domains))
@@ -47,13 +42,8 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
         mean = 100 * torch.stack([metrics.instance_error(record) for record in runs]).mean()
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
         above.plot(place, error.numpy(), label=plain_label(f"{name}: {mean:.1f} %"), linewidth=1.2, **style)
-    above.set(
-        ylabel="instance error, %",
-        ylim=(0, None),
-        xlim=(-0.5, len(place) - 0.5),
-        xticks=place,
-        title=plain_label(title),
-    )
+    above.set(ylabel="instance error, %", ylim=(0, None), xlim=(-0.5, len(place) - 0.5), xticks=place)
+    above.set_title(plain_label(title))
     above.tick_params(labelbottom=False)
     above.grid(axis="y", alpha=0.3)
     above.legend(title="method: all domains", fontsize="small", ncols=2)
@@ -63,14 +53,7 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
 
 
 def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = (), window: int = 64) -> "Figure":
-    """Class counts per domain, and how balanced the classes are in each window of the stream.
-
-    Args:
-        plan: the stream.
-        labels: one tensor per domain number, see ``Scenario.expand``.
-        domains: their names.
-        window: images in a window, such as a batch.
-    """
+    """Draw class counts per domain, and how balanced the classes are in each window of the stream."""
     names = tuple(domains) or tuple(str(d) for d in range(len(labels)))
     figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
     _counts(above, class_counts(plan, labels), names)
@@ -91,15 +74,7 @@ def heat_maps(
     names: tuple[str, str] = ("", ""),
     marks: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> "Figure":
-    """Tables of numbers as maps, side by side, with the number in each cell; NaN stays white.
-
-    Args:
-        maps: (rows, columns) by title.
-        across: the labels of the columns.
-        downwards: the labels of the rows.
-        names: of the two axes.
-        marks: cells to put a frame around, as row and column, by what they are.
-    """
+    """Draw tables of numbers as maps, side by side; NaN stays white, and ``marks`` put a frame around cells."""
     wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))
     size = (wide * max(len(maps), 1) + 0.08 * max(map(len, downwards)), max(2.4, 1.6 + 0.42 * len(downwards)))
     figure, panels = _figure(size, (1,), columns=max(len(maps), 1))
@@ -111,13 +86,9 @@ def heat_maps(
         _cell_numbers(axes, numbers)
         for i, (name, (row, column)) in enumerate(marks.items()):
             inset = 0.42 - 0.07 * i  # a cell may have two frames
-            box: dict[str, Any] = {
-                "fill": False,
-                "linewidth": 2.2,
-                "edgecolor": MARKS[i % len(MARKS)],
-                "label": plain_label(name),
-            }
-            axes.add_patch(Rectangle((column - inset, row - inset), 2 * inset, 2 * inset, **box))
+            frame = Rectangle((column - inset, row - inset), 2 * inset, 2 * inset, fill=False, linewidth=2.2)
+            frame.set(edgecolor=MARKS[i % len(MARKS)], label=plain_label(name))
+            axes.add_patch(frame)
         axes.set(title=plain_label(title), xlabel=plain_label(names[0]), ylabel=plain_label(names[1]))
         axes.set_xticks(range(len(across)), [plain_label(t) for t in across], rotation=40, ha="right", fontsize="small")
         axes.set_yticks(range(len(downwards)), [plain_label(text) for text in downwards], fontsize="small")

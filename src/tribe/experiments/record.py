@@ -108,12 +108,7 @@ class Record(NamedTuple):
     trace: Trace | None = None  # reports of the method's state after each step
 
     def save(self, path: str | PathLike[str], *, outputs: bool = False) -> None:
-        """Write the table and the spec (as JSON) to one npz file, atomically.
-
-        Args:
-            path: The file.
-            outputs: Also write the method's outputs, such as logits, which `run` keeps with ``keep_outputs=True``.
-        """
+        """Write the table and the spec (as JSON) to one npz file, atomically; with ``outputs``, also the logits."""
         header: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "domains": self.domains, "classes": self.classes}
         header["spec"] = dict(self.spec)
         columns = {name: getattr(self, name) for name in COLUMNS}

@@ -45,10 +45,8 @@ def replay(
     Args:
         records: All streams of one `run` with ``keep_outputs=True``.
         rule: The filter.
-        spec: Of the new records, but for their seeds; by default that of the method alone, with the name and the fields
-            of the filter.
-        device: Where the filter computes.
-        progress: Called after every batch, as by `run`.
+        spec: Of the new records, but for their seeds; by default that of the method alone, with name and fields of the
+            filter.
     """
     outputs = [_outputs(record) for record in records]
     if not outputs:

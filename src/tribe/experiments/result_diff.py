@@ -94,20 +94,18 @@ def load_side(text: str | PathLike[str], runs: str | PathLike[str] = "runs") -> 
     path = Path(text)
     if path.is_file():
         return side_of_records(str(path), [Record.load(path)])
-    if not path.is_dir() and ID.fullmatch(str(text)):
-        if not Path(runs).is_dir():
-            raise FileNotFoundError(f"no folder {runs} to find the result {text} in: --runs names it")
-        return _side_of_result(_find_id(str(text), Path(runs)))
-    if not path.is_dir():
-        path, text = path.parent, path.name  # runs/ID of a result without records
-        if not path.is_dir() or not ID.fullmatch(str(text)):
-            raise FileNotFoundError(f"no result {str(text)!r}; {EXPECTED}")
-        return _side_of_result(_find_id(str(text), path))
-    if results := ResultStore(path).results():  # a folder of results
+    if path.is_dir() and (results := ResultStore(path).results()):  # a folder of results
         if len(results) > 1:
             raise ValueError(f"{path} holds {len(results)} finished results; {EXPECTED}")
         return _side_of_result(results[0])
-    path = path.resolve()
+    if path.is_dir():
+        path = path.resolve()
+    elif ID.fullmatch(str(text)):
+        path = Path(runs) / str(text)
+        if not Path(runs).is_dir():
+            raise FileNotFoundError(f"no folder {runs} to find the result {text} in: --runs names it")
+    if not path.parent.is_dir() or not ID.fullmatch(path.name):
+        raise FileNotFoundError(f"no result {path.name!r}; {EXPECTED}")
     return _side_of_result(_find_id(path.name, path.parent))
 
 

@@ -50,7 +50,7 @@ def run(
 
     Args:
         net: The frozen network, on its device.
-        method: What adapts.
+        method: The method.
         stream: The images; labels go from its batches straight to the record.
         seed: Seed of the first stream's augmentation; stream i has seed + i. Or a seed for each stream.
         spec: All that this run depends on, as the records keep it: plain data, as JSON holds it. By default data set,

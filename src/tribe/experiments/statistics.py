@@ -87,19 +87,14 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     if not a or len(a) != len(b):
         raise ValueError(f"a comparison needs as many numbers of A as of B, at least one; got {len(a)} and {len(b)}")
     gaps = [x - y for x, y in zip(a, b, strict=True)]
-    over = spread(gaps)
-    return Paired(over.mean, over.deviation, _p_of(gaps, over), len(gaps), sum(gap * over.mean > 0 for gap in gaps))
+    over, p = spread(gaps), None
+    if not any(gaps):
+        p = None if len(gaps) == 1 else 1.0
+    elif not all(math.isclose(gap, gaps[0], rel_tol=1e-9, abs_tol=1e-12) for gap in gaps):  # equal but for rounding
+        from scipy.stats import ttest_1samp  # takes a second to import, and most commands do not need it
 
-
-def _p_of(gaps: Sequence[float], over: Spread) -> float | None:
-    """Return the p of differences with this spread; None where they show none."""
-    if over.deviation is None:
-        return None
-    if all(math.isclose(gap, gaps[0], rel_tol=1e-9, abs_tol=1e-12) for gap in gaps):  # equal but for rounding
-        return None if any(gaps) else 1.0
-    from scipy.stats import ttest_1samp  # takes a second to import, and most commands do not need it
-
-    return float(ttest_1samp(gaps, 0.0).pvalue)
+        p = float(ttest_1samp(gaps, 0.0).pvalue)
+    return Paired(over.mean, over.deviation, p, len(gaps), sum(gap * over.mean > 0 for gap in gaps))
 
 
 def correlation_time(gap: NDArray[np.float64]) -> float:
@@ -144,23 +139,18 @@ class Duel(NamedTuple):
         return f"{gap:.2f} points {word} on this stream ({sure}, blocks of {self.block} images)"
 
 
-def duel(
-    a: Sequence[Record],
-    b: Sequence[Record],
-    block: int | None = None,
-) -> Duel:
+def duel(a: Sequence[Record], b: Sequence[Record], block: int | None = None) -> Duel:
     """Return the difference between the instance errors of A and B on the same streams, with its uncertainty.
 
-    Args:
-        a: records of A, one for each seed.
-        b: records of B on the same streams, in the same order.
-        block: consecutive images drawn together; None: as many as the correlation of the differences asks for.
+    ``block`` consecutive images are drawn together; None: as many as the correlation of the differences asks for.
     """
     if not a or len(a) != len(b):
         raise ValueError(f"a duel needs as many records of A as of B, at least one; got {len(a)} and {len(b)}")
     gaps = [_gap(x, y) for x, y in zip(a, b, strict=True)]
     images = min(len(gap) for gap in gaps)
-    block = block_length(gaps) if block is None else block
+    if block is None:
+        block = math.ceil(BLOCK_TIMES * max(correlation_time(gap) for gap in gaps))
+        block = max(1, min(block, images // LEAST_BLOCKS))
     if not 1 <= block <= images:
         raise ValueError(f"block is a number of images, from 1 to {images}; got {block}")
     total = sum(len(gap) for gap in gaps)
@@ -171,13 +161,6 @@ def duel(
     other_side = drawn * np.sign(observed) <= 0  # everywhere without a difference
     p = min(1.0, 2 * (1 + int(other_side.sum())) / (1 + DRAWS))
     return Duel(observed, float(low), float(high), p, block)
-
-
-def block_length(gaps: Sequence[NDArray[np.float64]]) -> int:
-    """Return how many consecutive images to draw together, for differences of errors image by image."""
-    longest = max(correlation_time(gap) for gap in gaps)
-    images = min(len(gap) for gap in gaps)
-    return max(1, min(math.ceil(BLOCK_TIMES * longest), images // LEAST_BLOCKS))
 
 
 def _gap(a: Record, b: Record) -> NDArray[np.float64]:

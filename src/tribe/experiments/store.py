@@ -105,8 +105,17 @@ class Result:
         return all(seed in self.memory or record_path(self.folder, seed).exists() for seed in self.streams)
 
     def records(self) -> list[Record]:
-        """Return the record of each stream."""
-        return [self.memory[seed] if seed in self.memory else self._load(seed) for seed in self.streams]
+        """Return the record of each stream, from memory or from its file."""
+        records = []
+        for seed in self.streams:
+            record = self.memory.get(seed)
+            if record is None:
+                path = record_path(self.folder, seed)
+                record = Record.load(path)
+                if (record.spec.get("experiment"), record.spec.get("seed")) != (self.experiment.id, seed):
+                    raise ValueError(f"{path} is the record of another experiment")
+            records.append(record)
+        return records
 
     def values(self, metric: str, domain: str | None = None) -> list[float]:
         """Return a number for each seed, NaN where there is none.
@@ -128,13 +137,6 @@ class Result:
         """Return the mean instance error over the seeds."""
         values = self.values("instance_error")
         return sum(values) / len(values)
-
-    def _load(self, seed: int) -> Record:
-        path = record_path(self.folder, seed)
-        record = Record.load(path)
-        if (record.spec.get("experiment"), record.spec.get("seed")) != (self.experiment.id, seed):
-            raise ValueError(f"{path} is the record of another experiment")
-        return record
 
 
 def record_path(folder: Path, seed: int) -> Path:
@@ -228,19 +230,23 @@ class ResultStore:
                 content = file.read()
             for line in content.splitlines(keepends=True):
                 if line.endswith(b"\n"):  # else another process is writing it
-                    self._read(line, path)
+                    if line.strip():
+                        self._read(line, path)
                     begin += len(line)
             self._read_to[path] = status.st_ino, begin
 
     def _read(self, line: bytes, path: Path) -> None:
         try:
-            if line.strip():
-                experiment, seed, stream = _decode(line, path)
-                self._experiments.setdefault(experiment.id, experiment)
-                self._streams[experiment.id][seed] = stream
+            data = json_files.parse(line, LINE, str(path))
+            experiment = Experiment.from_json(data["spec"], [data["seed"]])
+            if experiment.id != data["id"]:
+                raise ValueError(f"it was changed by hand: it holds {experiment.id}, not {data['id']:.40}")
         except ValueError as error:
             self.damaged.append((path, str(error)))
             warnings.warn(f"a line of {path} is left out: {error}", stacklevel=2)
+        else:
+            self._experiments.setdefault(experiment.id, experiment)
+            self._streams[experiment.id][data["seed"]] = StreamResult(data["metrics"], data["environment"])
 
 
 def finished(root: str | PathLike[str]) -> list[Result]:
@@ -257,11 +263,3 @@ def encode(experiment: Experiment, seed: int, stream: StreamResult) -> bytes:
     """Return the line of a stream."""
     line = {"id": experiment.id, "seed": seed, "spec": experiment.json(), **stream._asdict()}
     return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
-def _decode(line: bytes, path: Path) -> tuple[Experiment, int, StreamResult]:
-    data = json_files.parse(line, LINE, str(path))
-    experiment = Experiment.from_json(data["spec"], [data["seed"]])
-    if experiment.id != data["id"]:
-        raise ValueError(f"it was changed by hand: it holds {experiment.id}, not {data['id']:.40}")
-    return experiment, data["seed"], StreamResult(data["metrics"], data["environment"])

@@ -54,14 +54,7 @@ class RunningError:
 
 
 class RecordTable:
-    """The columns of the records so far. It grows by whole batches, whenever a run is interrupted.
-
-    Args:
-        stream: What is played.
-        start: The columns of each stream after ``step`` batches.
-        step: How many batches they hold.
-        outputs: The kind of the method's outputs, if they are kept.
-    """
+    """The columns of the records so far, from those after ``step`` batches on. It grows by whole batches."""
 
     def __init__(self, stream: Stream, start: Sequence[Columns], step: int = 0, outputs: Kind | None = None) -> None:
         self._stream, self._outputs = stream, outputs
@@ -152,12 +145,7 @@ def _images(stream: Stream, s: int, step: int) -> int:
 
 
 class RunCheckpoint:
-    """The file that a run resumes from.
-
-    Args:
-        path: The file.
-        identity: A hash of all that the run depends on; the checkpoint of another run is refused.
-    """
+    """The file that a run resumes from; ``identity`` is a hash of all that the run depends on."""
 
     def __init__(self, path: str | PathLike[str], identity: str) -> None:
         check_file(path)  # before the work, not after it
@@ -192,12 +180,6 @@ class RunCheckpoint:
         self, source: Any, start: Sequence[Columns], stream: Stream, outputs: Kind | None
     ) -> tuple[Any, Sequence[Columns], int]:
         """Return state, columns of each stream and batches done, from the file; without one, those of the start.
-
-        Args:
-            source: The state before the first batch.
-            start: The columns of each stream before the first batch.
-            stream: What is played.
-            outputs: The kind of the method's outputs, if the run keeps them.
 
         Raises:
             StateFileError: The file is damaged, or of another run.

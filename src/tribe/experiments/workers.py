@@ -33,6 +33,7 @@ from tribe.io.files import Busy
 from tribe.norms.named import find_class
 from tribe.registry import Registry
 
+VERSIONS = {"tribe": __version__, "torch": torch.__version__}  # that the numbers depend on
 INTERVAL = 0.2  # seconds between two reports of progress
 CLEAR_ERRORS = (ValueError, OSError, ImportError, torch.OutOfMemoryError)  # messages without their type
 ExperimentProgress = Callable[[Experiment, int, int, float | None], None]  # batches done, in all, error so far
@@ -147,14 +148,9 @@ def make_job(
         data=None if data is None else str(data.expanduser().resolve()),
         weights=tuple((name, str(path.expanduser().resolve())) for name, path in weights.items()),
         custom=custom_code(experiment),
-        versions=versions(),
+        versions=VERSIONS,
         node=node,
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions that the numbers depend on."""
-    return {"tribe": __version__, "torch": torch.__version__}
 
 
 # -- in a worker ------------------------------------------------------------------------------------------------------
@@ -175,9 +171,7 @@ def run_job(job: ExperimentJob, reports: Any) -> Reply:
 
 
 def _run_job(job: ExperimentJob, reports: Any) -> Reply:
-    own = versions()
-    if own != job.versions:
-        differ = "; ".join(f"{n} is {own[n]}, not {v}" for n, v in job.versions.items() if own[n] != v)
+    if differ := "; ".join(f"{n} is {VERSIONS[n]}, not {v}" for n, v in job.versions.items() if VERSIONS[n] != v):
         return Reply(failed=f"this worker would compute another result: {differ}. Install the same versions everywhere")
     for custom in job.custom:
         custom.register()

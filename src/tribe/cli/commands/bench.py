@@ -108,10 +108,9 @@ def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) 
     console, data = Console(stderr=json_file == "-"), results.to_data(result)
     texts = [results.show(result)]
     if old is not None:
-        changes, differences = results.compare(old, result), results.machine_differences(old, result)
-        ratios = {change.name: change.ratio for change in changes}
-        data["compared"] = {"surroundings": differences, "now_over_then": ratios}
-        texts.append(results.show_changes(changes, differences))
+        surroundings, ratios = results.machine_differences(old, result), results.compare(old, result)
+        data["compared"] = {"surroundings": surroundings, "now_over_then": ratios}
+        texts.append(results.show_changes(old, result))
     for text in texts:
         console.print(printable(f"{text}\n", keep="\n"), soft_wrap=True, markup=False, highlight=False)
     if json_file == "-":

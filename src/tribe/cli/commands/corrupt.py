@@ -1,6 +1,5 @@
 """``tribe corrupt``: make MNIST-C, CIFAR-10-C, CIFAR-100-C or ImageNet-C from the clean images."""
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +17,6 @@ from tribe.data.datasets.generation import GenerationProgress, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest
-
-EVERY = 30  # seconds between two lines if stderr is not a terminal
 
 
 @app.command()
@@ -84,30 +81,22 @@ def corrupt(
 
 
 class _Progress(GenerationProgress):
-    """A bar on a terminal; elsewhere a line for each domain, and one every 30 seconds."""
+    """A bar on a terminal; elsewhere a line for each domain."""
 
     def __init__(self, bar: Progress) -> None:
-        self.bar, self.has_lines, self.printed = bar, not bar.console.is_terminal, time.monotonic()
-        self.task = bar.add_task("reading the clean set", total=None)
+        self.bar, self.task = bar, bar.add_task("reading the clean set", total=None)
 
     def begin(self, images: int, there: Sequence[str]) -> None:
         """Print the domains that exist already, and set the length of the bar."""
         if there:
-            self._print(f"already there: {', '.join(there)}")
+            self.bar.console.print(shown(f"already there: {', '.join(there)}"), soft_wrap=True)
         self.bar.update(self.task, total=images)
 
     def advance(self, domain: str, images: int) -> None:
         """Move the bar."""
         self.bar.update(self.task, advance=images, description=printable(domain))
-        if self.has_lines and time.monotonic() - self.printed > EVERY:
-            task = self.bar.tasks[0]
-            self._print(f"{domain}: {task.completed:.0f} of {task.total:.0f} images")
 
     def finish(self, domain: str) -> None:
         """Print the finished domain."""
-        if self.has_lines:
-            self._print(f"{domain}: done")
-
-    def _print(self, text: str) -> None:
-        self.printed = time.monotonic()
-        self.bar.console.print(shown(text), soft_wrap=True)
+        if not self.bar.console.is_terminal:
+            self.bar.console.print(shown(f"{domain}: done"), soft_wrap=True)

@@ -217,12 +217,12 @@ class Batches:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in track(self._batches, self.title, console=Console(stderr=True)):
-            x, y = zip(*(self._read(i, batch) for i in self._domain[batch].unique().tolist()), strict=True)
+            x, y = [], []
+            for domain in self._domain[batch].unique().tolist():
+                mine = batch[self._domain[batch] == domain]
+                x.append(self.dataset.images(self.dataset.domains[domain], self._index[mine]))
+                y.append(self._label[mine])
             images, labels = torch.cat(x), torch.cat(y)
             readable = good_images(images, 1)
             if bool(readable.any()):
                 yield images[readable], labels[readable]
-
-    def _read(self, domain: int, batch: Tensor) -> tuple[Tensor, Tensor]:
-        mine = batch[self._domain[batch] == domain]
-        return self.dataset.images(self.dataset.domains[domain], self._index[mine]), self._label[mine]

@@ -39,12 +39,9 @@ def time_in_turns(
     periods: Mapping[Name, int] | None = None,
     on_timing: Callable[[Name], None] | None = None,
 ) -> dict[Name, list[float]]:
-    """Time contenders in turns; returns seconds a call, one value a round. Warm them up first.
+    """Time contenders in turns; return seconds a call, one value a round. Warm them up first.
 
     Args:
-        calls: the contenders.
-        rounds: the number of timings of each.
-        device: the device they run on.
         block: the shortest timing in seconds, with at most `MOST` calls.
         periods: calls after which the cost of a call repeats, where that is not 1; a block is whole periods.
         on_timing: called with the name of a contender after each of its timings.

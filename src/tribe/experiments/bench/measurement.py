@@ -100,13 +100,7 @@ def measure(
 ) -> BenchResult:
     """Time methods and plain inference in turns.
 
-    Args:
-        model: the network, which is copied and never changed.
-        setting: the load.
-        methods: names of methods and other contenders.
-        compiled: also time compiled channels-last inference.
-        repeats: timings of each contender; the median is reported.
-        progress: called after each step.
+    The network is copied and never changed. With ``compiled``, compiled channels-last inference is timed, too.
 
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
     >>> result = measure(net, Setting("mine", (3, 8, 8), classes=4, batch=2), ["tent"], repeats=1)

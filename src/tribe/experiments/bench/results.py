@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tribe.experiments.bench.measurement import BenchResult, BenchRow, Setting
 from tribe.io import json_files
@@ -34,19 +34,6 @@ RESULT = {
     "setting": _schema_of(Setting),
     "rows": [{**_schema_of(BenchRow), "ms_per_image": TIME}],
 }
-
-
-class Change(NamedTuple):
-    """One contender in two results; None where it is missing."""
-
-    name: str
-    old: BenchRow | None
-    new: BenchRow | None
-
-    @property
-    def ratio(self) -> float | None:
-        """The new time divided by the old one."""
-        return None if self.old is None or self.new is None else self.new.ms_per_image / self.old.ms_per_image
 
 
 def to_data(result: BenchResult) -> dict[str, Any]:
@@ -98,11 +85,11 @@ def machine_differences(old: BenchResult, new: BenchResult) -> list[str]:
     return [f"{name} {then.get(name)} -> {now.get(name)}" for name in differ]
 
 
-def compare(old: BenchResult, new: BenchResult) -> list[Change]:
-    """The change of each contender, in the order of the new result."""
+def compare(old: BenchResult, new: BenchResult) -> dict[str, float | None]:
+    """The new time of each contender divided by the old one, in the order of the new result; None: one lacks it."""
     check_comparable(old.setting, new.setting)
-    then, now = ({row.name: row for row in result.rows} for result in (old, new))
-    return [Change(name, then.get(name), now.get(name)) for name in {**now, **then}]
+    then, now = ({row.name: row.ms_per_image for row in result.rows} for result in (old, new))
+    return {name: now[name] / then[name] if name in now and name in then else None for name in {**now, **then}}
 
 
 # -- tables in plain text ----------------------------------------------------------------------------------------------
@@ -145,18 +132,18 @@ def _cells(row: BenchRow, kinds: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def show_changes(changes: Sequence[Change], differences: Sequence[str]) -> str:
+def show_changes(old: BenchResult, new: BenchResult) -> str:
     """The changes as a table, with the differences in machine and versions above it."""
     header = ("", "ms/image then", "ms/image now", "now / then", "x plain then", "x plain now")
+    differences = machine_differences(old, new)
     title = f"compared; {', '.join(differences)}" if differences else "compared, on the same machine and versions"
-    return f"{title}\n\n{table(header, [_change_cells(change) for change in changes])}"
-
-
-def _change_cells(change: Change) -> tuple[str, ...]:
-    rows = (change.old, change.new)
-    then, now = ("-" if row is None else f"{milliseconds(row.ms_per_image)} ±{row.spread / 2:.0%}" for row in rows)
-    before, after = ("-" if row is None or "plain" not in row.times else f"{row.times['plain']:.2f}" for row in rows)
-    return change.name, then, now, "-" if change.ratio is None else f"{change.ratio:.2f}", before, after
+    cells = []
+    for name, ratio in compare(old, new).items():
+        rows = [next((row for row in result.rows if row.name == name), None) for result in (old, new)]
+        times = ("-" if row is None else f"{milliseconds(row.ms_per_image)} ±{row.spread / 2:.0%}" for row in rows)
+        plain = ("-" if row is None or "plain" not in row.times else f"{row.times['plain']:.2f}" for row in rows)
+        cells.append((name, *times, "-" if ratio is None else f"{ratio:.2f}", *plain))
+    return f"{title}\n\n{table(header, cells)}"
 
 
 def milliseconds(value: float) -> str:

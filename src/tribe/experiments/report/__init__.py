@@ -19,11 +19,7 @@ ENDINGS = (".html", ".htm")
 def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
     """Write the page about all results under ``folder``, atomically, and return them.
 
-    A damaged record is not fatal: it is named on the page and in ``Runs.damaged``.
-
-    Args:
-        folder: a folder tree with results.
-        path: the file to write; the same records make the same bytes.
+    A damaged record is named on the page and in ``Runs.damaged``. The same records make the same bytes.
     """
     if Path(path).suffix.lower() not in ENDINGS:  # a mistyped command must not cost a record
         raise ValueError(f"a report ends in {' or '.join(ENDINGS)}; got {path}")

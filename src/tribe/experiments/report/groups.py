@@ -37,9 +37,13 @@ MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes
 Fields = Mapping[str, Any]
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 UNREADABLE = (
-    *(ValueError, KeyError, TypeError, AttributeError, IndexError, OSError, EOFError, RuntimeError, MemoryError),
-    *(zipfile.BadZipFile, zlib.error),
-)  # what numpy, zip, json and the checks of records raise on damaged bytes
+    ValueError,
+    OSError,
+    RuntimeError,
+    MemoryError,
+    zipfile.BadZipFile,
+    zlib.error,
+)  # raised for damaged files
 
 
 class Column(NamedTuple):
@@ -262,7 +266,7 @@ def _is_stale(played: PlayedStream) -> bool:
     code = played.environment.get("code", {})
     try:
         return bool(code) and bool(changed(Experiment.from_json(spec, [played.seed]), code))
-    except UNREADABLE:
+    except (ValueError, KeyError, TypeError, AttributeError):  # the spec of no experiment
         return False
 
 

@@ -270,10 +270,6 @@ def _record_cells(played: PlayedStream) -> list[str]:
     return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 
 
-def _describe(machine: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in machine.items() if value is not None)
-
-
 def _machine(played: PlayedStream) -> Mapping[str, Any]:
     machine: Mapping[str, Any] = played.environment.get("machine", {})
     return machine
