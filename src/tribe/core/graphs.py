@@ -66,9 +66,7 @@ class Steps:
 
     capture_disabled_reason: str | None  # why steps are taken one launch at a time; None: they are captured
 
-    def __init__(
-        self, method: Any, net: Backbone, graphs: Switch = "auto", deterministic: bool = False
-    ) -> None:
+    def __init__(self, method: Any, net: Backbone, graphs: Switch = "auto", deterministic: bool = False) -> None:
         if graphs not in (True, False, "auto"):
             raise ValueError(f"graphs is True, False or 'auto'; got {graphs!r}")
         self.method, self.graphs, self.deterministic = method, graphs, deterministic

@@ -43,7 +43,7 @@ UNREADABLE = (
     MemoryError,
     zipfile.BadZipFile,
     zlib.error,
-)  # raised for damaged files
+)
 
 
 class Column(NamedTuple):
