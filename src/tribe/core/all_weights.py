@@ -19,7 +19,7 @@ from tribe.core.backbone import Backbone, Output
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 from tribe.core.rules import Norm
-from tribe.core.state import Affine, streams_of
+from tribe.core.state import Affine, rows_of, streams_of, tree_map
 
 ALIGNED = 64  # bytes: an alignment of memory that suits every kernel
 REACH = 1024  # the longest gap that one random number of `bernoulli_mask` can describe
@@ -33,7 +33,7 @@ class Parameters(NamedTuple):
 
     def stream(self, index: int) -> "Parameters":
         """Return the row of one stream in each, (1, C) and (1, P): views."""
-        return Parameters(Affine(*(t[index : index + 1] for t in self.affine)), self.weights[index : index + 1])
+        return rows_of(self, slice(index, index + 1))
 
     def streams(self, x: Tensor) -> range:
         """Return the indices of the streams of images (S, B, ...); see `streams_of`."""
@@ -122,13 +122,10 @@ class WeightLayout:
 
     def _row(self, named: Mapping[str, Tensor]) -> Tensor:
         dtype = accumulation_dtype(self.net.dtype)
-        columns = [_flatten(named[name].detach()).to(self.net.device, dtype) for name in self.pieces]
+        given = (named[name].detach() for name in self.pieces)
+        channels_last = ((t.movedim(1, -1) if t.dim() == 4 else t).reshape(-1) for t in given)  # as the network's are
+        columns = [t.to(self.net.device, dtype) for t in channels_last]
         return torch.cat(columns or [torch.empty(0, device=self.net.device, dtype=dtype)])[None]
-
-
-def _flatten(t: Tensor) -> Tensor:
-    """Return the values in channels-last order, as the network's weights are."""
-    return (t.movedim(1, -1) if t.dim() == 4 else t).reshape(-1)
 
 
 def _unflatten(t: Tensor, shape: torch.Size) -> Tensor:
@@ -151,38 +148,33 @@ def forward(layout: WeightLayout, params: Parameters, x: Tensor, norm: Norm, val
 
 def leaf(params: Parameters) -> Parameters:
     """Return the same values as the start of a graph."""
-    return Parameters(params.affine.leaf(), params.weights.detach().requires_grad_())
+    return tree_map(lambda t: t.detach().requires_grad_(), params)
 
 
 def gradients(loss: Tensor, params: Parameters) -> Parameters:
     """Return the gradient of a loss with respect to the result of `leaf`; zero where the loss does not depend on it."""
-    *affine, weights = torch.autograd.grad(
-        loss, (*params.affine, params.weights), allow_unused=True, materialize_grads=True
-    )
+    *affine, weights = torch.autograd.grad(loss, _columns(params), allow_unused=True, materialize_grads=True)
     return Parameters(Affine(*affine), weights)
 
 
 def stack_streams(streams: list[Parameters]) -> Parameters:
     """Concatenate the rows of single streams."""
-    if len(streams) == 1:
-        return streams[0]
-    affine = Affine(*(torch.cat(rows) for rows in zip(*(p.affine for p in streams), strict=True)))
-    return Parameters(affine, torch.cat([p.weights for p in streams]))
+    return streams[0] if len(streams) == 1 else tree_map(lambda *rows: torch.cat(rows), *streams)
 
 
 def flat(params: Parameters) -> Tensor:
     """Return all parameters of a stream in one row: (S, 2 C + P)."""
-    return torch.cat((*params.affine, params.weights), 1)
+    return torch.cat(_columns(params), 1)
 
 
 def restore(chosen: Tensor, params: Parameters, source: Parameters) -> Parameters:
     """Take the source's values where ``chosen`` (S, 2 C + P), in the order of `flat`."""
-    widths = [t.shape[1] for t in (*params.affine, params.weights)]
-    pairs = zip(
-        chosen.split(widths, 1), (*params.affine, params.weights), (*source.affine, source.weights), strict=True
-    )
-    weight, bias, weights = (torch.where(mask, old, new) for mask, new, old in pairs)
-    return Parameters(Affine(weight, bias), weights)
+    weight, bias, weights = chosen.split([t.shape[1] for t in _columns(params)], 1)
+    return tree_map(torch.where, Parameters(Affine(weight, bias), weights), source, params)
+
+
+def _columns(params: Parameters) -> list[Tensor]:
+    return [*params.affine, params.weights]
 
 
 def bernoulli_mask(key: Key, purpose: int, p: float, n: int) -> Tensor:

@@ -113,7 +113,7 @@ def place_slots(model: nn.Module) -> tuple[nn.Module, list[Slot], dict[str, str]
             if isinstance(kind, str):
                 kept[name] = kind
                 continue
-            slots[id(layer)] = slot = slot_for(layer, kind, name, len(slots), columns)
+            slots[id(layer)] = slot = kind(name, layer, len(slots), columns)
             slot.tokens_first = tokens_first
             slot.redirect_layer_calls()
             columns = slot.columns.stop
@@ -181,12 +181,6 @@ def slot_kind(layer: nn.Module) -> type[Slot] | str:
     return fitting or ("its hooks change its output" if hooked else f"{name} has a custom forward")
 
 
-def slot_for(layer: nn.Module, kind: type[Slot], name: str = "", index: int = 0, column: int = 0) -> Slot:
-    """Return the slot that replaces a layer; its statistics begin at ``column``."""
-    width = channels_of(layer) if getattr(layer, "running_mean", None) is not None else 0
-    return kind(name, layer, index, slice(column, column + width))
-
-
 @torch.no_grad()
 def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
     """Return whether a slot computes the same as a layer with a custom forward or hooks, by a trial.
@@ -207,7 +201,7 @@ def _slot_agrees(layer: nn.Module, kind: type[Slot]) -> bool:
         ours = copy.deepcopy(theirs)
     except Exception:  # a custom layer may raise anything
         return False
-    slot, source = slot_for(ours, kind), source_norm([ours], torch.device("cpu"))
+    slot, source = kind("", ours), source_norm([ours], torch.device("cpu"))
     same = []
     for shape in _trial_shapes(layer, kind):
         x = 3 * torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")

@@ -71,10 +71,11 @@ class Slot(nn.Module, ABC):
 
     layer: Any  # the layer that this slot replaces
 
-    def __init__(self, name: str, layer: nn.Module, index: int, columns: slice) -> None:
+    def __init__(self, name: str, layer: nn.Module, index: int = 0, column: int = 0) -> None:
         super().__init__()
-        self.name, self.index, self.columns = name, index, columns
-        self.channels = channels_of(layer)
+        self.name, self.index, self.channels = name, index, channels_of(layer)
+        width = self.channels if getattr(layer, "running_mean", None) is not None else 0
+        self.columns = slice(column, column + width)  # of its statistics
         self.layer_eps = float(layer.eps)  # type: ignore[arg-type]
         # torch's fused transformer layer would read .weight without calling the slot. It is not used where two eps
         # differ, and a NaN differs from everything.

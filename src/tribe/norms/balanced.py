@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
 from tribe.core.kernels import activations, statistics
+from tribe.core.kernels.statistics import UpdateTerms
 from tribe.core.packed import ClassStats, PackedStats
 from tribe.fields import require_whole
 from tribe.norms import Stats, register, require
@@ -90,13 +91,18 @@ class Balanced:
         """Return the divisor of the spread of the class means."""
         return max(self.classes - (self.pooled_ddof or 0), 1)
 
+    @property
+    def settings(self) -> tuple[int, float, int, bool]:
+        """Return the settings of the kernels."""
+        return self.classes, self.gamma, self.freedom, self.gamma_over == "present"
+
     def pool(self, stats: ClassStats) -> Stats:
         """Pool as Eq. 2: the statistics of a population with equally frequent classes. (R, K, C) -> (R, 1, C).
 
         Packed statistics must be of one layer.
         """
         centre, within, between = _over_classes(stats.in_full())
-        return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_Update`
+        return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_update`
 
     def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
         """Find which samples share a class, from (R, B) labels and valid marks."""
@@ -156,85 +162,13 @@ class Balanced:
             past = stats.in_full()
             pooled_mean, pooled_var, full = self(mean, var, count, past, groups, valid, eps)
             return pooled_mean, pooled_var, stats.updated(past, full, groups.code, groups.present, groups.shrink)
-        if kernels.can_update(mean):
-            results = _Kernel.apply(mean, var, *stats, groups, self, prepared)  # type: ignore[no-untyped-call]
-        else:
-            results = _Update.apply(mean, var, *stats, groups, self)  # type: ignore[no-untyped-call]
+        results = _Update.apply(mean, var, *stats, groups, self, prepared)  # type: ignore[no-untyped-call]
         pooled_mean, pooled_var, *kept = results
         return pooled_mean, pooled_var, Stats(*kept)
 
 
 class _Update(torch.autograd.Function):
     """Eqs. 1 to 4 with their gradient, which flows through this batch's share and not through the past."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, mean: Tensor, var: Tensor, past_mean: Tensor, past_var: Tensor, groups: Groups, norm: Balanced
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        labels, _, same, lead, rate, weight, over, shrink, _ = groups
-        classes, gamma = norm.classes, norm.gamma
-        index = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
-        mu, sigma2 = past_mean.gather(1, index), past_var.gather(1, index)  # of each sample's class, before this batch
-
-        # Eq. 1: the sums over each class in this batch, for every sample of it.
-        d = mean - mu
-        sums = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
-        delta, square = (rate * sums.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
-        fresh = torch.addcmul(square, delta, delta, value=-1)
-
-        def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)
-            return (lead * t).sum(1, keepdim=True)
-
-        # The per-class update, for the first sample of each class only.
-        step, growth = lead * delta, lead * torch.addcmul(fresh, weight, sigma2, value=-1)
-        if gamma:
-            step, growth = (1 - gamma) * step, (1 - gamma) * growth
-            if norm.gamma_over == "present":  # released: the shared update shrinks the per-class update too
-                growth = growth * (1 - shrink)
-
-        # Eq. 2, from the past's pooled moments and this batch's increments.
-        centre, within, between = _over_classes(Stats(past_mean, past_var))
-        off_centre = mu - centre
-        move = step.sum(1, keepdim=True) / classes
-        spread = (step * (2 * off_centre + step)).sum(1, keepdim=True) - classes * move.square()
-        pooled_mean = centre + move
-
-        # Eqs. 3 and 4: a share gamma of the update goes to all classes alike.
-        if gamma:
-            shared_step, shared_square = gamma * total(delta) / over, gamma * total(fresh) / over
-            pooled_mean, within = pooled_mean + shared_step, torch.addcmul(shared_square, within, 1 - shrink)
-            kept_mean, kept_var = past_mean + shared_step, torch.addcmul(shared_square, past_var, 1 - shrink)
-        else:
-            kept_mean, kept_var = past_mean.clone(), past_var.clone()
-        kept_mean.scatter_add_(1, index, step)
-        kept_var.scatter_add_(1, index, growth)
-
-        pooled_var = within + growth.sum(1, keepdim=True) / classes + (between + spread) / norm.freedom
-        ctx.save_for_backward(d, delta, off_centre, move, pooled_var)
-        _save(ctx, groups, norm, kept_mean, kept_var)
-        # NOTE: the clamp is in no equation. Without the rate cap (as printed) the variance of a class with
-        # n_k > 1 / eta can fall below 0.
-        return pooled_mean, pooled_var.clamp_min(0), kept_mean, kept_var
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        """Return the gradients. A sample moves the delta of its class by rate, and its square by rate * (1, 2 d)."""
-        d, delta, off_centre, move, pooled_var = ctx.saved_tensors
-        groups: Groups = ctx.groups
-        norm: Balanced = ctx.norm
-        g_mean, g_var = (torch.zeros_like(move) if g is None else g for g in (g_mean, g_var))
-        g_var = torch.where(pooled_var >= 0, g_var, 0)
-        single, shared = (1 - norm.gamma) / norm.classes, norm.gamma / groups.over
-        by_fresh = g_var * (single * ((1 - groups.shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
-        by_spread = g_var * (2 * (1 - norm.gamma) / norm.freedom)
-        by_delta = g_mean * (single + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
-        by_mean = groups.rate * (by_delta + 2 * by_fresh * (d - delta))
-        return by_mean, groups.rate * by_fresh, None, None, None, None
-
-
-class _Kernel(torch.autograd.Function):
-    """`_Update` in one launch each way, where the past is pooled already."""
 
     @staticmethod
     def forward(
@@ -247,30 +181,91 @@ class _Kernel(torch.autograd.Function):
         norm: Balanced,
         prepared: Prepared | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        past, room = Stats(past_mean, past_var), None if prepared is None else prepared.room
-        pooled = torch.cat(_over_classes(past), 1).transpose(0, 1) if prepared is None else prepared.over_classes
-        *results, terms = statistics.update(mean, var, past, pooled, groups, *_settings(norm), room)
+        past = Stats(past_mean, past_var)
+        ctx.groups, ctx.norm, ctx.by_kernel = groups, norm, kernels.can_update(mean)
+        if ctx.by_kernel:
+            pooled = torch.cat(_over_classes(past), 1).transpose(0, 1) if prepared is None else prepared.over_classes
+            room = None if prepared is None else prepared.room
+            *results, terms = statistics.update(mean, var, past, pooled, groups, *norm.settings, room)
+        else:
+            *results, terms = _update(mean, var, past, groups, norm)
         ctx.save_for_backward(*terms)
-        _save(ctx, groups, norm, *results[2:])
+        ctx.mark_non_differentiable(*results[2:])
+        ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the class statistics
         return tuple(results)  # type: ignore[return-value]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g_mean: Tensor | None, g_var: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        terms = statistics.UpdateTerms(*ctx.saved_tensors)
+        terms = UpdateTerms(*ctx.saved_tensors)
         g_mean, g_var = (torch.zeros_like(terms.move) if g is None else g for g in (g_mean, g_var))
-        by_moments = statistics.update_backward(g_mean, g_var, terms, ctx.groups, *_settings(ctx.norm))
+        if ctx.by_kernel:
+            by_moments = statistics.update_backward(g_mean, g_var, terms, ctx.groups, *ctx.norm.settings)
+        else:
+            by_moments = _update_backward(g_mean, g_var, terms, ctx.groups, ctx.norm)
         return *by_moments, None, None, None, None, None
 
 
-def _save(ctx: Any, groups: Groups, norm: Balanced, *kept: Tensor) -> None:
-    ctx.groups, ctx.norm = groups, norm
-    ctx.mark_non_differentiable(*kept)
-    ctx.set_materialize_grads(False)  # else autograd makes zeros as large as the class statistics
+def _update(
+    mean: Tensor, var: Tensor, past: Stats, groups: Groups, norm: Balanced
+) -> tuple[Tensor, Tensor, Tensor, Tensor, UpdateTerms]:
+    labels, _, same, lead, rate, weight, over, shrink, _ = groups
+    classes, gamma = norm.classes, norm.gamma
+    index = labels.unsqueeze(2).expand(mean.shape)  # (R, B, C)
+    mu, sigma2 = (t.gather(1, index) for t in past)  # of each sample's class, before this batch
+
+    # Eq. 1: the sums over each class in this batch, for every sample of it.
+    d = mean - mu
+    sums = same @ torch.cat((d, torch.addcmul(var, d, d)), 2).to(same.dtype)  # (R, B, 2 C): sums over a class
+    delta, square = (rate * sums.to(mean.dtype)).chunk(2, 2)  # delta_k, and eta sum_b (1/HW) sum_hw (F - mu_k)^2
+    fresh = torch.addcmul(square, delta, delta, value=-1)
+
+    def total(t: Tensor) -> Tensor:  # over the classes present: (R, B, C) -> (R, 1, C)
+        return (lead * t).sum(1, keepdim=True)
+
+    # The per-class update, for the first sample of each class only.
+    step, growth = lead * delta, lead * torch.addcmul(fresh, weight, sigma2, value=-1)
+    if gamma:
+        step, growth = (1 - gamma) * step, (1 - gamma) * growth
+        if norm.gamma_over == "present":  # released: the shared update shrinks the per-class update too
+            growth = growth * (1 - shrink)
+
+    # Eq. 2, from the past's pooled moments and this batch's increments.
+    centre, within, between = _over_classes(past)
+    off_centre = mu - centre
+    move = step.sum(1, keepdim=True) / classes
+    spread = (step * (2 * off_centre + step)).sum(1, keepdim=True) - classes * move.square()
+    pooled_mean = centre + move
+
+    # Eqs. 3 and 4: a share gamma of the update goes to all classes alike.
+    if gamma:
+        shared_step, shared_square = gamma * total(delta) / over, gamma * total(fresh) / over
+        pooled_mean, within = pooled_mean + shared_step, torch.addcmul(shared_square, within, 1 - shrink)
+        kept_mean, kept_var = past.mean + shared_step, torch.addcmul(shared_square, past.var, 1 - shrink)
+    else:
+        kept_mean, kept_var = past.mean.clone(), past.var.clone()
+    kept_mean.scatter_add_(1, index, step)
+    kept_var.scatter_add_(1, index, growth)
+
+    pooled_var = within + growth.sum(1, keepdim=True) / classes + (between + spread) / norm.freedom
+    # NOTE: the clamp is in no equation. Without the rate cap (as printed) the variance of a class with
+    # n_k > 1 / eta can fall below 0.
+    terms = UpdateTerms(d, delta, off_centre, move, pooled_var)
+    return pooled_mean, pooled_var.clamp_min(0), kept_mean, kept_var, terms
 
 
-def _settings(norm: Balanced) -> tuple[int, float, int, bool]:
-    return norm.classes, norm.gamma, norm.freedom, norm.gamma_over == "present"
+def _update_backward(
+    g_mean: Tensor, g_var: Tensor, terms: UpdateTerms, groups: Groups, norm: Balanced
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients. A sample moves the delta of its class by rate, and its square by rate * (1, 2 d)."""
+    d, delta, off_centre, move, pooled_var = terms
+    g_var = torch.where(pooled_var >= 0, g_var, 0)
+    single, shared = (1 - norm.gamma) / norm.classes, norm.gamma / groups.over
+    by_fresh = g_var * (single * ((1 - groups.shrink) if norm.gamma_over == "present" else 1) + shared)  # (R, 1, C)
+    by_spread = g_var * (2 * (1 - norm.gamma) / norm.freedom)
+    by_delta = g_mean * (single + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
+    by_mean = groups.rate * (by_delta + 2 * by_fresh * (d - delta))
+    return by_mean, groups.rate * by_fresh
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
