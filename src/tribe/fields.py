@@ -7,7 +7,8 @@ import dataclasses
 import math
 import unicodedata
 from numbers import Integral, Real
-from typing import Annotated, Any, NamedTuple
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import numpy as np
 
@@ -15,8 +16,8 @@ import numpy as np
 class Range(NamedTuple):
     """Bounds of a number: low and high included, ``above`` and ``below`` not.
 
-    >>> print(Range(high=1), Range(above=0), Range(low=1), 1 in Range(below=1), sep=", ")
-    between 0 and 1, above 0, at least 1, False
+    >>> print(Range(high=1), Range(above=0), Range(above=0, high=1), Range(low=1), 1 in Range(below=1), sep=", ")
+    between 0 and 1, above 0, above 0 and at most 1, at least 1, False
     """
 
     low: float = 0
@@ -29,10 +30,10 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         bounds = "not negative" if self.low == 0 else f"at least {self.low:g}"
-        if self.high < math.inf:
-            bounds = f"between {self.low:g} and {self.high:g}"
         if self.above > -math.inf:
-            bounds = f"above {self.above:g}"
+            bounds = f"above {self.above:g}" + (f" and at most {self.high:g}" if self.high < math.inf else "")
+        elif self.high < math.inf:
+            bounds = f"between {self.low:g} and {self.high:g}"
         return bounds if self.below == math.inf else f"{bounds} and below {self.below:g}"
 
 
@@ -40,6 +41,7 @@ class Range(NamedTuple):
 Positive = Annotated[float, Range(above=0)]
 NotNegative = Annotated[float, Range()]
 Share = Annotated[float, Range(high=1)]
+PositiveShare = Annotated[float, Range(above=0, high=1)]
 Momentum = Annotated[float, Range(below=1)]
 Count = Annotated[int, Range(low=1)]
 
@@ -79,6 +81,37 @@ def require_whole(component: Any, *names: str, least: int = 1) -> None:
     for name in names:
         value = getattr(component, name)
         require(is_whole(value, least), f"{name} is a whole number, at least {least}", value)
+
+
+def check_fields(component: Any) -> None:
+    """Check the fields of a frozen dataclass by their types: numbers and their range, truth values, fixed choices.
+
+    It replaces numpy's numbers with Python's.
+    """
+    for field in dataclasses.fields(component):
+        value = getattr(component, field.name)
+        name = f"{field.name} of {getattr(component, 'name', type(component).__name__)}"
+        options = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
+        kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in options}
+        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        if value is None and NoneType in kinds:
+            continue
+        if choices:
+            *others, last = map(repr, choices)
+            valid, expected = value in choices, f"{', '.join(others)} or {last}"
+        elif not kinds <= {bool, int, float, NoneType}:
+            continue
+        elif float in kinds:
+            valid, expected = is_number(value), "a finite number"
+        elif int in kinds:
+            valid = is_whole(value) and -(2**63) <= value < 2**63
+            expected = "a whole number of at most 64 bits" if is_whole(value) else "a whole number"
+        else:
+            valid, expected = isinstance(value, bool | np.bool_), "True or False"
+        require(valid, f"{name} is {expected}", value)
+        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ())):
+            require(value in bounds, f"{name} is {bounds}", value)
+    plain_numbers(component)
 
 
 def plain_numbers(component: Any) -> None:

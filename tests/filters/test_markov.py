@@ -34,30 +34,24 @@ def errors(answers, labels):
 # -- settings ----------------------------------------------------------------------------------------------------------
 
 
+BELOW_ONE = "temperature_margin", "rate_step", "least_rate", "marginal_step", "recent_memory", "likelihood_floor"
+NOT_RISING = (), (1.0, 0.0), -2.0, True, (2.0, 1.0), "1", (1.0, math.nan)
+NOT_SHARES = (), 0.5, torch.ones(2, 2), torch.ones(()), (0.5, -0.5)
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"within": "future"}, r"within is 'past' or 'batch'; got 'future'"),
-        ({"temperatures": ()}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": (1.0, 0.0)}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": -2.0}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": True}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": (2.0, 1.0)}, "temperatures is a sequence of positive numbers that rise"),
-        ({"temperature_margin": 1.0}, "temperature_margin is a number, not negative and below 1"),
-        ({"temperatures": "1"}, "temperatures is a sequence of positive numbers"),
-        ({"temperatures": (1.0, math.nan)}, "temperatures is a sequence of positive numbers"),
-        ({"training_shares": ()}, "training_shares is a sequence of positive shares"),
-        ({"training_shares": 0.5}, "training_shares is a sequence of positive shares"),
-        ({"training_shares": torch.ones(2, 2)}, "training_shares is a sequence of positive shares"),
-        ({"training_shares": torch.ones(())}, "training_shares is a sequence of positive shares"),
-        ({"training_shares": (0.5, -0.5)}, "training_shares is a sequence of positive shares"),
-        ({"rate_step": -0.1}, "rate_step is a number, not negative and below 1"),
-        ({"least_rate": 1}, "least_rate is a number, not negative and below 1"),
-        ({"marginal_step": math.nan}, "marginal_step is a number, not negative and below 1"),
-        ({"recent_memory": True}, "recent_memory is a number"),
-        ({"likelihood_floor": "0"}, "likelihood_floor is a number"),
-        ({"evidence_on": -1}, "evidence_on is a number, not negative"),
-        ({"evidence_drift": -0.01}, "evidence_drift is a number, not negative"),
+        ({"within": "future"}, "within"),
+        *[({"temperatures": wrong}, "temperatures is a sequence") for wrong in NOT_RISING],
+        *[({"training_shares": wrong}, "training_shares is a sequence") for wrong in NOT_SHARES],
+        *[({name: wrong}, f"{name} of time") for name in BELOW_ONE for wrong in (-0.1, 1)],
+        ({"marginal_step": math.nan}, "marginal_step of time is a finite number"),
+        ({"recent_memory": True}, "recent_memory of time is a finite number"),
+        *[
+            ({name: -1}, f"{name} of time is not negative")
+            for name in ("evidence_on", "evidence_most", "evidence_drift")
+        ],
         ({"evidence_most": 10}, "evidence_most is above evidence_on, 10"),
     ],
     ids=str,

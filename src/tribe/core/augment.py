@@ -24,7 +24,7 @@ from torch import Tensor
 from tribe.core import kernels
 from tribe.core.kernels import colour, random_numbers
 from tribe.core.rng import Key
-from tribe.fields import is_number
+from tribe.fields import NotNegative, Share, check_fields, is_number
 
 # Purposes of the two draws ("AUGP" and "AUGN" in ASCII, so that no other module uses the same by accident). All
 # parameters come from one draw, a column each: a draw of sixteen numbers costs as much as a draw of one.
@@ -73,12 +73,11 @@ class Augment:
     translation: Range = (-1 / 16, 1 / 16)  # share of the padded size, then rounded to whole pixels
     scale: Range = (0.9, 1.1)  # above one enlarges
     sigma: Range = (0.001, 0.5)  # of the blur, in pixels
-    flip: float = 0.5  # probability
-    noise: float = 0.005  # standard deviation
+    flip: Share = 0.5  # probability
+    noise: NotNegative = 0.005  # standard deviation
 
     def __post_init__(self) -> None:
-        if self.per not in ("batch", "image"):
-            raise ValueError(f"per must be 'batch' or 'image', got {self.per!r}")
+        check_fields(self)
         for name, value in vars(self).items():
             if name in RANGES and not (
                 isinstance(value, Sequence) and len(value) == 2 and all(map(is_number, value)) and value[0] <= value[1]
@@ -86,8 +85,6 @@ class Augment:
                 raise ValueError(f"{name} must be (low, high) with low <= high, got {value!r}")
             if name in ("gamma", "scale", "sigma") and value[0] <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        if not (is_number(self.flip) and 0 <= self.flip <= 1 and is_number(self.noise) and self.noise >= 0):
-            raise ValueError(f"flip must be a probability and noise not negative, got {self.flip!r} and {self.noise!r}")
 
     def __call__(self, x: Tensor, key: Key) -> Tensor:
         """Augment x (S, B, C, H, W), of any floating dtype, with the parameters that belong to `key`."""

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tribe.core import kernels
 from tribe.core.kernels import filtering
-from tribe.fields import is_number, require
+from tribe.fields import NotNegative, Range, check_fields, is_number, require
 from tribe.filters import Filtered, FilterInfo, TimeFilter, bounded, informative, register
 
 START = 0.5  # rho before the first image: bursts of two
@@ -39,6 +39,8 @@ SURE = 2  # images that the first confidence, 1, counts for
 LEAST_CONFIDENCE = 0.25  # mean likelihood of the likeliest of many classes below which a temperature is excluded
 FEWER = 1.5  # subtracted per number of classes: with ten classes a tenth remains, which the likeliest always has
 UNSEEN = 0.01  # share of the marginal that is spread evenly, so that a class that was never seen can come
+
+Below1 = Annotated[float, Range(below=1)]
 
 
 class MarkovState(NamedTuple):
@@ -92,21 +94,21 @@ class Markov(TimeFilter):
 
     within: Literal["past", "batch"] = "past"  # which images of its batch an answer uses
     temperatures: Sequence[float] = (0.5, 0.9, 1.5, 2.4, 4.0)  # T, rising, or one; above 4 any bias looks like a burst
-    temperature_margin: float = 0.03  # share of the best sum that a sharper temperature may miss; rare classes need it
+    temperature_margin: Below1 = 0.03  # share of the best sum that a sharper temperature may miss; rare classes need it
     training_shares: Sequence[float] | None = None  # of the classes, divided out; None: all were equal
-    rate_step: float = 0.01  # of rho: about the last 100 images; slower than the marginal, so that bias is not a burst
-    least_rate: float = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
-    marginal_step: float = 0.03  # of pi: about the last 30 images
-    recent_memory: float = 0.99  # discount of the sum that chooses the temperature
-    evidence_on: float = 10.0  # nats above which the filter is on; chance alone gets there with e^-10
-    evidence_most: float = 60.0  # limits the evidence, so that some dozen images that switch turn the filter off
-    evidence_drift: float = 0.03  # nats that each image must add, so that hardly sticky streams stay off
-    likelihood_floor: float = 0.001  # shared by all classes: one image alone cannot exclude a class
+    rate_step: Below1 = 0.01  # of rho: about the last 100 images; slower than the marginal, so that bias is not a burst
+    least_rate: Below1 = 0.005  # of rho; bounds how long a wrong class stays, see docs/time.md
+    marginal_step: Below1 = 0.03  # of pi: about the last 30 images
+    recent_memory: Below1 = 0.99  # discount of the sum that chooses the temperature
+    evidence_on: NotNegative = 10.0  # nats above which the filter is on; chance alone gets there with e^-10
+    evidence_most: NotNegative = 60.0  # limits the evidence, so that some dozen images that switch turn the filter off
+    evidence_drift: NotNegative = 0.03  # nats that each image must add, so that hardly sticky streams stay off
+    likelihood_floor: Below1 = 0.001  # shared by all classes: one image alone cannot exclude a class
 
     paper = "Rabiner, A tutorial on hidden Markov models, Proceedings of the IEEE 1989; not part of the TRIBE paper"
 
     def __post_init__(self) -> None:
-        require(self.within in ("past", "batch"), "within is 'past' or 'batch'", self.within)
+        check_fields(self)
         if is_number(self.temperatures):  # --set tribe+time.temperatures=1
             object.__setattr__(self, "temperatures", (self.temperatures,))
         expected = "temperatures is a sequence of positive numbers that rise"
@@ -114,12 +116,6 @@ class Markov(TimeFilter):
         require(list(self.temperatures) == sorted(set(self.temperatures)), expected, self.temperatures)
         if self.training_shares is not None:
             self._set_numbers("training_shares", "training_shares is a sequence of positive shares, one a class")
-        shares = ("rate_step", "least_rate", "marginal_step", "recent_memory", "likelihood_floor", "temperature_margin")
-        for name in (*shares, "evidence_on", "evidence_most", "evidence_drift"):
-            value, most = getattr(self, name), 1 if name in shares else math.inf
-            expected = f"{name} is a number, not negative" + (" and below 1" if name in shares else "")
-            require(is_number(value) and 0 <= value < most, expected, value)
-            object.__setattr__(self, name, float(value))
         least = self.evidence_on
         require(self.evidence_most > least, f"evidence_most is above evidence_on, {least:g}", self.evidence_most)
 

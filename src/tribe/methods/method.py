@@ -4,10 +4,8 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +13,7 @@ from tribe.core.augment import View, check_view
 from tribe.core.backbone import DENSE, NO_AFFINE, Backbone, Output
 from tribe.core.rng import Key
 from tribe.core.state import Affine, Info, Stats, streams_of
-from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.fields import check_fields
 from tribe.knowledge import Knowledge, resolve_knowledge
 from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, mask_logits, screen
 from tribe.norms import Norm
@@ -104,7 +102,10 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         resolve_knowledge(self)
-        _check_fields(self)
+        check_fields(self)
+        for field in dataclasses.fields(self):
+            if field.type == View:
+                check_view(getattr(self, field.name))
         if self.classes is None and self.per_class is not None:
             raise ValueError(f"{self.name} keeps {self.per_class} and needs the number of classes: classes=")
         if self.classes is not None and self.classes < 2:
@@ -245,35 +246,6 @@ class Method(ABC):
         logits = self.logits(net, state, batch)
         seen = batch.valid & finite(logits)
         return mask_logits(logits, seen), seen
-
-
-def _check_fields(method: Method) -> None:
-    """Check fields of numbers, truth values, fixed choices and views; replace numpy's numbers with Python's."""
-    for field in dataclasses.fields(method):
-        value, name = getattr(method, field.name), f"{field.name} of {method.name}"
-        options = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
-        kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in options}
-        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
-        if value is None and NoneType in kinds:
-            continue
-        if field.type == View:
-            check_view(value)
-        if choices:
-            *others, last = map(repr, choices)
-            valid, expected = value in choices, f"{', '.join(others)} or {last}"
-        elif not kinds <= {bool, int, float, NoneType}:
-            continue
-        elif float in kinds:
-            valid, expected = is_number(value), "a finite number"
-        elif int in kinds:
-            valid = is_whole(value) and -(2**63) <= value < 2**63
-            expected = "a whole number of at most 64 bits" if is_whole(value) else "a whole number"
-        else:
-            valid, expected = isinstance(value, bool | np.bool_), "True or False"
-        require(valid, f"{name} is {expected}", value)
-        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ())):
-            require(value in bounds, f"{name} is {bounds}", value)
-    plain_numbers(method)
 
 
 def check_fits(net: Backbone, method: Any) -> None:

@@ -6,10 +6,10 @@ imports what it needs from here. See CONTRIBUTING.
 
 from tribe.core.rules import Frozen, Norm, PerBatch, pool_batch
 from tribe.core.state import Stats
-from tribe.fields import is_whole, require
+from tribe.fields import check_fields
 from tribe.registry import Registry, build
 
-__all__ = ["Norm", "Stats", "build", "create", "get", "is_whole", "names", "pool_batch", "register", "require"]
+__all__ = ["Norm", "Stats", "build", "check_fields", "create", "get", "names", "pool_batch", "register"]
 
 registry: Registry[Norm] = Registry("norm")
 register, create, names, get = registry.register, registry.create, registry.names, registry.get

@@ -18,8 +18,8 @@ from tribe.core import kernels
 from tribe.core.kernels import activations, statistics
 from tribe.core.kernels.statistics import UpdateTerms
 from tribe.core.packed import ClassStats, PackedStats
-from tribe.fields import require_whole
-from tribe.norms import Stats, register, require
+from tribe.fields import Count, PositiveShare, Share, require
+from tribe.norms import Stats, check_fields, register
 
 Convention = Literal["released", "paper"]
 
@@ -67,24 +67,20 @@ class Prepared(NamedTuple):
 class Balanced:
     """Balanced BN. Without labels (None) it normalises with the stored statistics, pooled."""
 
-    classes: int = 10
-    eta: float = 0.01  # momentum of one instance
+    classes: Count = 10
+    eta: PositiveShare = 0.01  # momentum of one instance
     # The share of the class-agnostic update: 0 is per class. With 1 the mean is that of Robust BN. The variance is not:
     # Eq. 4 takes the spread of a batch around the mean that was kept, not around the batch's own.
-    gamma: float = 0.0
+    gamma: Share = 0.0
     convention: Convention = "released"
-    pooled_ddof: int | None = None  # the spread of the class means is divided by K - pooled_ddof
+    pooled_ddof: Literal[0, 1] | None = None  # the spread of the class means is divided by K - pooled_ddof
     rate_cap: bool | None = None  # limit the weight of the n_k samples of a class to 1: rate min(eta, 1 / n_k)
     gamma_over: Literal["present", "all"] | None = None  # classes that share the class-agnostic update
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         apply_convention(self, CONVENTIONS)
-        require_whole(self, "classes")
-        require(0 < self.eta <= 1, "eta lies in (0, 1]", self.eta)
-        require(0 <= self.gamma <= 1, "gamma lies in [0, 1]", self.gamma)
-        require(self.pooled_ddof in (0, 1), "pooled_ddof is 0 or 1", self.pooled_ddof)
-        require(self.gamma_over in ("present", "all"), "gamma_over is 'present' or 'all'", self.gamma_over)
+        check_fields(self)
 
     @property
     def freedom(self) -> int:

@@ -6,7 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from tribe.core.rules import PerBatch, move_towards, pool_batch, unbiased_variance
-from tribe.norms import Stats, register, require
+from tribe.fields import Share
+from tribe.norms import Stats, check_fields, register
 
 
 @register("robust")
@@ -17,12 +18,12 @@ class Robust:
     Gradients flow through the batch's share.
     """
 
-    alpha: float = 0.05  # share of the newest batch
+    alpha: Share = 0.05  # share of the newest batch
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha is the newest batch's share of the statistics, 0 to 1", self.alpha)
+        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
@@ -37,13 +38,12 @@ class Robust:
 class Training:
     """`torch.nn.BatchNorm2d` in training mode: running variances are unbiased. A single value has no such variance."""
 
-    momentum: float = 0.1  # share of the newest batch in the running statistics
+    momentum: Share = 0.1  # share of the newest batch in the running statistics
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        momentum = self.momentum
-        require(0 <= momentum <= 1, "momentum is the newest batch's share of the statistics, 0 to 1", momentum)
+        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
@@ -62,10 +62,10 @@ class MixedBatch(PerBatch):
     classes away. Here the batch is a share of a population whose rest has the stored statistics.
     """
 
-    share: float = 0.3  # of the batch; 1: its own statistics alone
+    share: Share = 0.3  # of the batch; 1: its own statistics alone
 
     def __post_init__(self) -> None:
-        require(0 <= self.share <= 1, "share is the batch's share of the statistics, 0 to 1", self.share)
+        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float

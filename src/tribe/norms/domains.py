@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.fields import require_whole
-from tribe.norms import Stats, register, require
+from tribe.fields import Count, PositiveShare
+from tribe.norms import Stats, check_fields, register
 
 
 class DomainGroups(NamedTuple):
@@ -31,14 +31,13 @@ class Domains:
     Balanced BN. BDN's release has no such limit; it matters from 100 images of a class in a batch (CIFAR-10's eta) on.
     """
 
-    per_domain: int = 10  # K, classes
-    domains: int = 4  # D
-    eta: float = 0.01  # momentum of one image
+    per_domain: Count = 10  # K, classes
+    domains: Count = 4  # D
+    eta: PositiveShare = 0.01  # momentum of one image
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require_whole(self, "per_domain", "domains")
-        require(0 < self.eta <= 1, "eta lies in (0, 1]", self.eta)
+        check_fields(self)
 
     @property
     def classes(self) -> int:

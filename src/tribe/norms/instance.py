@@ -11,7 +11,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from tribe.core.rules import move_towards, unbiased_variance
-from tribe.norms import Stats, pool_batch, register, require
+from tribe.fields import NotNegative, Share
+from tribe.norms import Stats, check_fields, pool_batch, register
 
 
 @register("instance")
@@ -24,16 +25,14 @@ class Instance:
     learns with it. Gradients flow through instance and batch.
     """
 
-    k: float = 4.0  # standard errors of an instance's deviation that count as chance
-    momentum: float = 0.01  # share of the newest batch in the running statistics
+    k: NotNegative = 4.0  # standard errors of an instance's deviation that count as chance
+    momentum: Share = 0.01  # share of the newest batch in the running statistics
     observing: bool = False  # correct the batch's statistics, and let the running ones follow
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(self.k >= 0, "k is the standard errors that count as chance, 0 or more", self.k)
-        momentum = self.momentum
-        require(0 <= momentum <= 1, "momentum is the newest batch's share of the statistics, 0 to 1", momentum)
+        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float

@@ -15,7 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from tribe.norms import Stats, pool_batch, register, require
+from tribe.fields import Share
+from tribe.norms import Stats, check_fields, pool_batch, register
 
 NONE_YET = -1.0  # a variance without a first batch
 
@@ -28,13 +29,13 @@ class Renorm:
     A negative variance, as in `none_yet`, says that there has been no batch. Then the batch normalises itself.
     """
 
-    alpha: float = 0.95  # share of the past in the moving statistics
+    alpha: Share = 0.95  # share of the past in the moving statistics
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
     stops_gradient: ClassVar[str] = "r and d count as constants"
 
     def __post_init__(self) -> None:
-        require(0 <= self.alpha <= 1, "alpha is the past's share of the statistics, 0 to 1", self.alpha)
+        check_fields(self)
 
     @staticmethod
     def none_yet(stats: Stats) -> Stats:
