@@ -19,6 +19,13 @@ def learner(net, method="tribe", **given):
     return tribe.adapt(net, ready(method) if method != "tribe" else method, **given, **fields)
 
 
+def started(streams=1, **fields):
+    """An adapter that has learned from a batch."""
+    adapter = tribe.adapt(small_network(), streams=streams, **fields)
+    adapter(images(streams, 6) if streams > 1 else batch())
+    return adapter
+
+
 def at_once(*calls):
     """Call functions in threads that start together; the first error is raised here."""
     start, errors = threading.Barrier(len(calls)), []

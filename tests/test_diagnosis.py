@@ -65,10 +65,6 @@ def test_images_in_another_scale_than_those_of_the_training_are_named(trained_on
     assert words in problems(net.eval(), given * images(16, 4, 99).flatten(0, 1))
 
 
-def test_images_of_which_some_are_not_finite_are_named() -> None:
-    assert "1 of 6 images are not finite" in problems(small_network(), X.index_fill(0, torch.tensor(0), torch.nan))
-
-
 def test_many_numbers_that_are_not_finite_are_counted() -> None:
     net = small_network()
     for t in net.state_dict().values():
@@ -85,15 +81,15 @@ def test_probabilities_in_place_of_logits_are_named(dtype: torch.dtype) -> None:
     assert "Remove its Softmax" in report.problems[0]
     assert report.confidence == pytest.approx(tribe.doctor(net, X).confidence, abs=1e-5 if dtype.itemsize > 2 else 1e-1)
     assert problems(nn.Sequential(net, nn.LogSoftmax(-1))) == ""  # logits as good as any
-
-
-def test_one_output_is_named() -> None:
     assert "one number an image" in problems(small_network(classes=1))
 
 
 @pytest.mark.parametrize(
     ("x", "words"),
     [
+        (X > 0.5, "torch.bool: convert them: images.float()"),
+        ((X * 255).byte(), "torch.uint8: divide by 255"),
+        (X.index_fill(0, torch.tensor(0), torch.nan), "1 of 6 images are not finite"),
         (X.numpy(), "images are ndarray; expected a tensor. For an array: torch.from_numpy(x)"),
         ([X], "images are list; expected a tensor"),
         (X[:0], "no images in x, of shape (0, 3, 8, 8)"),
@@ -280,11 +276,6 @@ def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:
 
 
 # -- made-up and odd images -------------------------------------------------------------------------------------------
-
-
-def test_truths_are_not_divided() -> None:
-    assert "torch.bool: convert them: images.float()" in problems(small_network(), X > 0.5)
-    assert "torch.uint8: divide by 255" in problems(small_network(), (X * 255).byte())
 
 
 def test_noise_is_not_judged_but_what_the_network_does_with_it_is() -> None:

@@ -44,17 +44,14 @@ def test_the_readme_and_the_page_on_adapters_run(tmp_path, monkeypatch):
     exec(second, {**scope, "tribe": tribe, "images": images(4, 6)})
 
 
-def test_the_page_on_deploying_runs():
-    code, *_ = blocks("docs/deploying.md")
-    camera = [images(1, 6, seed)[0] for seed in range(3)]
-    exec(code, {"tribe": tribe, "net": small_network(), "camera": camera})
-
-
-def test_the_fleet_of_the_page_on_deploying_runs(tmp_path, monkeypatch):
+def test_the_page_on_deploying_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (code,) = [block for block in blocks("docs/deploying.md") if "tribe.fleet(" in block]
-    scope = {"tribe": tribe, "net": small_network()}
-    exec(code, scope | {"two_images": images(1, 2)[0], "five_images": images(1, 5)[0]}, scope)
+    scope = {"tribe": tribe, "net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
+    scope |= {"two_images": images(1, 2)[0], "five_images": images(1, 5)[0]}
+    first, *others = blocks("docs/deploying.md")
+    (cameras,) = [block for block in others if "tribe.fleet(" in block]
+    for code in (first, cameras):
+        exec(code, dict(scope))
 
 
 def test_the_page_of_commands_reproduces_a_stream(tmp_path, monkeypatch, capsys):

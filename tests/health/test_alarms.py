@@ -1,6 +1,5 @@
 """Alarms: each begins when it should, is told once in words, and rows, padding and the device's time do not matter."""
 
-import logging
 import math
 
 import pytest
@@ -249,16 +248,6 @@ def test_a_class_that_is_not_known_for_any_image_says_nothing():
 
 
 EVENT = Event(1, "black", 30, 20, "the camera is black", {"share": 1.0})
-
-
-def test_events_are_kept_logged_and_given_to_listeners(caplog):
-    given = []
-    log = AlarmLog(methods.create("tribe+watch", classes=CLASSES), given.append)
-    with caplog.at_level(logging.WARNING, logger="tribe.health"):
-        log.publish([EVENT._replace(image=image) for image in (30, 40, 50)])
-    assert given == list(log.events)
-    assert [event.image for event in given] == [30, 40, 50]
-    assert caplog.messages[0] == "stream 1, image 30: the camera is black"
 
 
 def test_a_listener_that_fails_stops_nothing(caplog):

@@ -76,11 +76,3 @@ def test_an_image_that_does_not_count_leaves_no_trace_wherever_it_stands(net, va
         assert torch.equal(answers.known[:, kept], plain.known)
         assert torch.allclose(answers.logits[:, kept], plain.logits, atol=1e-6)
         assert not answers.known[:, place].any()
-
-
-def test_streams_together_equal_streams_alone(net):
-    x = images(3, 8)
-    together, _ = ask(net, start_shift(net, 3), x, every(x), 2)
-    for i in range(3):
-        alone, _ = ask(net, start_shift(net, 1), x[[i]], every(x[[i]]), 2)
-        assert torch.allclose(alone.shift[0], together.shift[i], atol=1e-6)

@@ -110,17 +110,6 @@ def clone_of(state):
     return {name: t.clone() for name, t in leaves(state).items()}
 
 
-def test_the_last_good_state_is_kept_only_while_nothing_is_wrong():
-    net, guarded = small_backbone(), ready("tribe+guard", good_every=16)
-    state = guarded.init(net)
-    for seed in range(4):
-        _, state = guarded.step(net, state, pictures(1, 8, seed))
-    assert int(state.guard.kept) == 32
-    for _ in range(8):
-        _, state = guarded.step(net, state, torch.zeros(1, 8, 3, 8, 8))
-    assert int(state.guard.kept) <= 48, "no state is kept while the camera is black"
-
-
 @pytest.mark.parametrize(
     ("fields", "error", "words"),
     [

@@ -8,16 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import tribe
-from networks import batch, learner
+from networks import batch, learner, started
 from tribe.core.state import leaves
 from tribe.core.validation import good_images
 from tribe.testing import CLASSES, images, ready, small_network
-
-
-def adapter(streams=1, **fields):
-    made = tribe.adapt(small_network(), streams=streams, **fields)
-    made(images(streams, 6) if streams > 1 else batch())
-    return made
 
 
 class TupleOutput(nn.Module):
@@ -51,7 +45,7 @@ IMAGES = {
 @pytest.mark.parametrize("case", IMAGES)
 def test_images(case, call):
     x, error, message = IMAGES[case]
-    model = adapter()
+    model = started()
     before = model.digest()
     with pytest.raises(error, match=message):
         getattr(model, call)(x)
@@ -68,7 +62,7 @@ STREAMS = {
 @pytest.mark.parametrize("case", STREAMS)
 def test_images_of_several_streams(case):
     x, message = STREAMS[case]
-    model = adapter(streams=2)
+    model = started(streams=2)
     before = model.digest()
     with pytest.raises(ValueError, match=message):
         model(x)
@@ -111,7 +105,7 @@ def test_outputs_that_are_no_logits():
 
 
 def test_an_empty_batch_returns_empty_logits():
-    model, many = adapter(), adapter(streams=2)
+    model, many = started(), started(streams=2)
     before = model.digest()
     assert model(torch.rand(0, 3, 8, 8)).shape == (0, CLASSES)
     assert model.predict(torch.rand(0, 3, 8, 8)).shape == (0, CLASSES)
@@ -120,7 +114,7 @@ def test_an_empty_batch_returns_empty_logits():
 
 
 def test_other_floating_precisions_are_converted():
-    model, other = adapter(), adapter()
+    model, other = started(), started()
     assert torch.equal(model(batch(1).double()), other(batch(1)))
 
 
@@ -129,7 +123,7 @@ def test_other_floating_precisions_are_converted():
     [(255, 0, "divide by 255"), (4, -2, "normalised already.*Normalize"), (1.5, 0, "scaled")],
 )
 def test_values_outside_the_range_are_told_once(scale, shift, cause):
-    model = adapter()
+    model = started()
     with pytest.warns(UserWarning, match=cause) as caught:
         model(batch() / batch().max() * scale + shift)
     assert len(caught) == 1

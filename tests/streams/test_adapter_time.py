@@ -274,32 +274,6 @@ def test_a_wrong_order_is_refused_in_words_and_changes_nothing(order, words):
 # -- images ------------------------------------------------------------------------------------------------------------
 
 
-def test_one_image_a_call_gives_the_answers_of_a_batch():
-    (x,), _ = camera(images=120)
-    slow, fast = (tribe.adapt(reader(), "source", time="auto") for _ in range(2))
-    one_by_one, at_once = answer(slow, x, batch=1), answer(fast, x, batch=120)
-    assert torch.allclose(one_by_one, at_once, rtol=0, atol=1e-4)
-    assert slow.time[0].on
-    assert not torch.allclose(one_by_one[100:], tribe.adapt(reader(), "source").predict(x[100:]), atol=1e-2)
-    assert fast(x[:0]).shape == (0, CLASSES)
-
-
-@pytest.mark.parametrize("within", ["past", "batch"])
-def test_a_bad_image_in_a_burst_is_as_if_it_had_not_been_there(within):
-    (x,), _ = camera(images=120)
-    clean, hurt = (tribe.adapt(reader(), "source", time=Markov(within=within)) for _ in range(2))
-    wanted = [clean(x[:100]), clean(x[100:])]
-    spoiled = torch.cat((x[:70], torch.full_like(x[:2], torch.nan), x[70:100]))
-    first, second = hurt(spoiled), hurt(x[100:])
-    real = torch.cat((torch.arange(70), torch.arange(72, 102)))
-    assert torch.allclose(first[real], wanted[0], rtol=0, atol=1e-5)
-    assert torch.allclose(second, wanted[1], rtol=0, atol=1e-5)
-    assert (first[70:72] == first[70, 0]).all()  # equal logits: the uniform prediction
-    assert clean.time[0].on
-    assert hurt.time[0].evidence == pytest.approx(clean.time[0].evidence, abs=1e-3)
-    assert hurt.info[0].skipped == 2
-
-
 def test_probabilities_stay_probabilities():
     (x,), _ = camera(images=100)
     adapter = tribe.adapt(reader(), "lame", time="cofa")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tribe
-from networks import at_once, batch, learner
+from networks import batch, learner
 from tribe.core.backbone import Backbone
 from tribe.core.state import digest
 from tribe.testing import images, ready, small_network
@@ -259,20 +259,6 @@ def test_another_network_empties_the_history():
     play(adapter, clock, 2)
     adapter.load_state_dict(learner(small_network(seed=1)).state_dict())
     assert adapter.history == []
-
-
-def test_threads_that_learn_roll_back_and_look_leave_a_whole_state():
-    adapter, clock = recorded()
-    play(adapter, clock, 3)
-    calls = (
-        lambda: adapter(batch()),
-        lambda: adapter.rollback(images=0),
-        lambda: (adapter.history, adapter.compare()),
-        lambda: adapter.predict(batch()),
-    )
-    at_once(*(lambda call=call: [call() for _ in range(5)] for call in calls))
-    adapter.rollback(images=0)
-    assert torch.isfinite(adapter.state.affine.weight).all()
 
 
 def test_snapshots_are_not_reached_by_later_steps():

@@ -67,9 +67,6 @@ def test_every_link_and_anchor_exists_and_nothing_is_loaded_from_elsewhere(site)
             if not target.exists() or (target in pages and unquote(anchor) not in pages[target].anchors):
                 missing.append(f"{path.relative_to(site)}: {url}")
     assert missing == []
-
-
-def test_style_sheets_and_scripts_load_nothing_from_elsewhere(site):
     for path in site.rglob("*.css"):
         assert re.findall(r"(?:url\(|@import )[\"']?https?:[^)]*", path.read_text()) == [], path
 
