@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gzip
 import io
-import pickle
 
 import numpy as np
 from PIL import Image
@@ -62,66 +61,20 @@ def write_mnist_c(root, draw):
         np.save(root / name / "test_labels.npy", draw.integers(10, size=PER))
 
 
-CIFAR = (  # folder and files of the binary version and of the python one, how many labels of what size, their keys
-    (
-        ("cifar-10-batches-bin", "cifar-10-batches-py"),
-        ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))),
-        {b"labels": 10},
-    ),
-    (("cifar-100-binary", "cifar-100-python"), ("test", "train"), {b"coarse_labels": 20, b"fine_labels": 100}),
-)
+CIFAR = {  # folder, files and the number of classes of each label column of the binary versions
+    "cifar-10-batches-bin": (("test_batch", *(f"data_batch_{i}" for i in range(1, 6))), (10,)),
+    "cifar-100-binary": (("test", "train"), (20, 100)),
+}
 
 
 def write_cifar_binary(root, draw):
-    for (folder, _), files, labels in CIFAR:
+    for folder, (files, classes) in CIFAR.items():
         (root / folder).mkdir()
         for i, file in enumerate(files):
             rows = pixels(draw, PER, 3072)
             rows[:, 0] = i
-            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in labels.values()]
+            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in classes]
             (root / folder / f"{file}.bin").write_bytes(np.concatenate([*columns, rows], 1).tobytes())
-
-
-class Python2(pickle._Pickler):
-    """Writes byte strings as Python 2 wrote its strings, and names numpy's modules as they were then."""
-
-    def save_bytes(self, value):
-        size = len(value)
-        head = b"U" + bytes([size]) if size < 256 else b"T" + size.to_bytes(4, "little")
-        self.write(head + value)
-        self.memoize(value)
-
-    def save_global(self, obj, name=None):
-        if getattr(obj, "__name__", "") == "_reconstruct":
-            self.write(b"cnumpy.core.multiarray\n_reconstruct\n")
-            self.memoize(obj)
-        else:
-            super().save_global(obj, name)
-
-    dispatch = {  # noqa: RUF012
-        **pickle._Pickler.dispatch,
-        bytes: save_bytes,
-        type: save_global,
-        type(np.empty(0).__reduce__()[0]): save_global,
-    }
-
-
-def pickled(value):
-    """As Python 2 wrote it, protocol 2."""
-    buffer = io.BytesIO()
-    Python2(buffer, protocol=2).dump(value)
-    return buffer.getvalue()
-
-
-def write_cifar_python(root, dump=pickled):
-    """The python versions of what `write_cifar_binary` wrote."""
-    for (binary, python), files, labels in CIFAR:
-        (root / python).mkdir()
-        for file in files:
-            rows = np.fromfile(root / binary / f"{file}.bin", np.uint8).reshape(PER, -1)
-            held = {b"batch_label": b"batch", b"data": np.ascontiguousarray(rows[:, len(labels) :])}
-            held |= {key: rows[:, i].tolist() for i, key in enumerate(labels)}
-            (root / python / file).write_bytes(dump(held))
 
 
 def write_mnist(folder, draw):

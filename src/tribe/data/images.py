@@ -6,26 +6,25 @@ small file can describe a huge image, so its size is checked before it is decode
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tribe.fields import is_whole, require
-from tribe.io.files import open_regular, read_regular, regular_size
+from tribe.io.files import open_regular
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
 FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")  # of the suffixes; some others start programs
 EIGHT_BITS = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB"))
 LARGEST_FILE = 2**28  # bytes; 64 million pixels that are not compressed take less
 PIXELS = 64_000_000  # of an image, before and after it is resized; decoding one takes up to 16 bytes a pixel
-T = TypeVar("T")
 Unreadable = Literal["raise", "skip"]
 SKIP = "unreadable='skip' (--set dataset.unreadable=skip) warns and plays the others"
 
@@ -107,23 +106,6 @@ def image_size(path: str | PathLike[str]) -> tuple[int, int] | None:
         return None
 
 
-def image_file_size(path: Path) -> int:
-    """Return how many bytes an image file has, without opening it; raise `ImageFileError` if it cannot be read."""
-    return _checked(path, regular_size)
-
-
-def read_image_file(path: Path) -> bytes:
-    """Return the bytes of an image file; raise `ImageFileError` if it cannot be read."""
-    return _checked(path, read_regular)
-
-
-def _checked(path: Path, function: Callable[[Path, int], T]) -> T:
-    try:
-        return function(path, LARGEST_FILE)
-    except OSError as error:
-        raise ImageFileError(f"{path} cannot be read as an image: {error.strerror or error}") from error
-
-
 def read_images(
     paths: Sequence[Path],
     size: tuple[int, int],
@@ -136,14 +118,9 @@ def read_images(
 ) -> Tensor:
     """Decode image files to (n, 3, H, W) floats in [0, 1], on several threads.
 
-    Args:
-        paths: the files.
-        size: height and width that each must have.
-        hint: the end of the message about an image of another size.
-        resize: resize the shorter side to this length and crop the middle to ``size`` first; None: leave the size.
-        unreadable: "raise", or "skip": warn, and return an image of NaN, which a stream marks as not valid.
-        warned: files with a warning so far; each file is named once, and new ones are added.
-        workers: threads; Pillow decodes in parallel. None: one for each core.
+    Each must have the height and width ``size``, after ``resize`` and a crop if that is given; ``hint`` ends the
+    message about another one. A skipped file is an image of NaN, which a stream marks as not valid, and is named in a
+    warning unless it is in ``warned``, to which it is added.
     """
     images = torch.empty(len(paths), 3, *size)
 

@@ -142,8 +142,8 @@ def _draws(scenario: Scenario) -> list[tuple[Scenario, Schedule]]:
 def _times_visited(scenario: Scenario) -> Tensor:
     """Return how often the scenario visits each domain number."""
     bases = label_sets(scenario)
-    visits = [visit.domain for visit in scenario.visits(range(len(bases)))]
-    return torch.bincount(torch.tensor(visits), minlength=len(scenario.expand(bases)))
+    visits = torch.tensor(scenario.visits(range(len(bases))))
+    return torch.bincount(visits, minlength=len(scenario.expand(bases)))
 
 
 def is_plain_data(scenario: Scenario) -> None:

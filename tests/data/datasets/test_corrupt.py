@@ -3,14 +3,12 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import pty
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,7 +24,7 @@ from typer.testing import CliRunner
 import layouts
 import tribe
 from commands import app
-from processes import Prints, Process, interrupted, killed
+from processes import Prints, Process, Touches, ended, interrupted, killed
 from tribe import corruptions, datasets
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.generation import GenerationProgress, generate
@@ -78,85 +76,6 @@ def tree(folder):
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert {path.name for path in files if path.name.startswith(".")} <= {".lock"}
     return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != ".lock"}
-
-
-class Elsewhere:
-    """A process that forks children to do things that must not happen here: to be killed, to run out of space.
-
-    Not forked from the tests' own process, whose threads a child would lack.
-    """
-
-    def __init__(self):
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},  # of pytest
-        )
-
-    def __call__(self, do, *args, kill=None, limit=None, **fields):
-        """How a child ended that does something, and what it said if it ended by itself.
-
-        Killed when it touches a folder for the n-th time, or has made that many images, or where no file can grow
-        beyond a limit.
-        """
-        request = {"do": do, "args": list(map(str, args)), "fields": fields, "kill": kill, "limit": limit}
-        print(json.dumps(request), file=self.process.stdin, flush=True)
-        return json.loads(self.process.stdout.readline())
-
-
-def serve():
-    """The other end of it."""
-    for line in sys.stdin:
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                said, status = str(obey(**json.loads(line))), 0
-            except BaseException as error:
-                said, status = repr(error), 1
-            os.write(write, said.encode())
-            os._exit(status)
-        os.close(write)
-        with os.fdopen(read, "rb") as pipe:
-            said = pipe.read().decode()
-        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), said]), flush=True)
-
-
-def obey(do, args, fields, kill, limit):
-    seen = 0
-
-    def touch():
-        nonlocal seen
-        seen += 1
-        if seen == kill[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    class Touching(GenerationProgress):
-        def advance(self, domain, images):
-            touch()
-
-    def audit(event, args):
-        if event in ("open", "os.rename", "os.remove", "os.mkdir") and str(args[0]).startswith(kill[1]):
-            touch()
-
-    if kill is not None:
-        sys.addaudithook(audit)
-        fields["progress"] = Touching()
-    if limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    if do == "command":
-        result = call(*args)
-        return f"{result.exit_code} {result.stderr}"
-    return generate(*args, **fields)
-
-
-@pytest.fixture(scope="module")
-def elsewhere():
-    other = Elsewhere()
-    yield other
-    other.process.communicate()
 
 
 # -- what is written ---------------------------------------------------------------------------------------------------
@@ -254,7 +173,7 @@ def test_severities_not_asked_for_are_holes_that_the_reader_refuses(clean, tmp_p
     assert path.stat().st_blocks * 512 < 2.5 * BLOCK
     data = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("fog", "snow"), severities=(3, 4))
     assert data.images("fog@4", torch.tensor([0])).any()
-    again = f"tribe corrupt cifar10 --severity 3 --corruptions fog --out {tmp_path}"
+    again = f"tribe corrupt cifar10 --severity 3 --corruptions fog --data {tmp_path}"
     wanted = f"fog@3 was not made in .*; there: fog@4. Make it with `{again}`"
     for read in (data.labels, lambda domain: data.images(domain, torch.tensor([0]))):
         with pytest.raises(MissingData, match=wanted):
@@ -263,7 +182,7 @@ def test_severities_not_asked_for_are_holes_that_the_reader_refuses(clean, tmp_p
         data.labels("snow@4")
     # the command that the reader names makes it, for the same reader to read
     (tmp_path / "cifar-10-batches-bin").symlink_to(clean / "cifar-10-batches-bin")
-    assert call("cifar10", "--severity", 3, "--corruptions", "fog", "--out", tmp_path).exit_code == 0
+    assert call("cifar10", "--severity", 3, "--corruptions", "fog", "--data", tmp_path).exit_code == 0
     assert data.images("fog@3", torch.tensor([0])).any()
 
 
@@ -280,44 +199,46 @@ def test_severities_are_added_to_those_that_are_there(clean, tmp_path):
 # -- interruptions -----------------------------------------------------------------------------------------------------
 
 
-def survives_every_kill(elsewhere, *args, folder, **fields):
-    """Kill at every moment in turn; whoever runs again ends with the bytes of an uninterrupted run."""
-    generate(*args, out=str(folder / "whole"), **fields)
-    reference, out = tree(folder / "whole"), folder / "killed"
-    moment, killed = 1, 0
-    while (ended := elsewhere("generate", *args, out=str(out), kill=[moment, str(out)], **fields))[0] != 0:
-        assert ended[0] == -signal.SIGKILL, ended[1]
-        moment, killed = moment + 1, killed + 1
-        if killed % 3 == 0:  # else the next one finds what several dead have left
-            generate(*args, out=str(out), **fields)
+def killed_everywhere(args, out):
+    """Run a command again and again, killed before its first, second, ... touch of a folder, until one ends well."""
+    for event in ("open", "os.mkdir", "os.rename"):
+        for count in itertools.count(1):
+            process = ended("-m", "tribe", *args, when=Touches(event, str(out), count), number=signal.SIGKILL)
+            if process.code == 0:
+                break
+            assert process.code == -signal.SIGKILL, process.err
+            yield
+
+
+@pytest.mark.parametrize("name", ["cifar10", "imagenet"])
+def test_killed_at_any_moment_it_goes_on(name, clean, pictures, tmp_path):
+    data = clean if name == "cifar10" else pictures
+    args = ["corrupt", name, "--data", data, "--corruptions", "contrast,brightness", "--out"]
+    assert call(*args[1:], tmp_path / "whole").exit_code == 0
+    reference, out, kills = tree(tmp_path / "whole"), tmp_path / "killed", 0
+    for _ in killed_everywhere([*args, out], out):
+        kills += 1
+        if kills % 3 == 0:  # else the next one finds what several killed ones have left
+            assert call(*args[1:], out).exit_code == 0
             assert tree(out) == reference
             shutil.rmtree(out)
-    assert killed > 8
+    assert kills > 12
     assert tree(out) == reference
-    return True
 
 
-def test_killed_at_any_moment_it_goes_on(clean, tmp_path, elsewhere):
-    fields = {"data": str(clean), "corruptions": ["contrast", "fog"], "severities": [2, 5]}
-    assert survives_every_kill(elsewhere, "cifar10", folder=tmp_path, **fields)
-
-
-def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path, elsewhere):
-    fields = {"data": str(clean), "corruptions": ["contrast"], "out": str(tmp_path)}
-    generate("cifar10", severities=[5], **fields)
+def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path):
+    generate("cifar10", severities=[5], data=str(clean), corruptions=["contrast"], out=str(tmp_path))
     before = np.load(tmp_path / "CIFAR-10-C/contrast.npy")[-N:]
-    data = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",), severities=(1, 5))
-    for moment in range(1, 40):
-        status, _ = elsewhere("generate", "cifar10", severities=[1, 2], kill=[moment, str(tmp_path)], **fields)
-        again = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",))
-        for reader in (data, again):
-            read = (reader.images("contrast@5", torch.arange(N)) * 255).round().byte().permute(0, 2, 3, 1).numpy()
-            assert np.array_equal(read, before)
-        if status == 0:
-            break
-    assert status == 0
-    assert moment > 5
-    assert data.images("contrast@1", torch.tensor([0])).any()
+    args = ["corrupt", "cifar10", "--data", clean, "--out", tmp_path, "--corruptions", "contrast", "--severity", "1,2"]
+    kills = 0
+    for _ in killed_everywhere(args, tmp_path):
+        kills += 1
+        data = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",))
+        read = (data.images("contrast@5", torch.arange(N)) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        assert np.array_equal(read, before)
+    assert kills > 5
+    made = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",), severities=(1,))
+    assert made.images("contrast@1", torch.tensor([0])).any()
 
 
 def test_a_killed_command_goes_on(clean, tmp_path):
@@ -335,9 +256,9 @@ def test_a_killed_command_goes_on(clean, tmp_path):
 )
 def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
     args = ("corrupt", "cifar10", "--data", clean, "--out", tmp_path, *options)
-    ended = interrupted("-m", "tribe", *args, when=Prints("done\n"))
-    assert ended.code == 130, ended.err
-    *before, last = ended.err.splitlines()
+    stopped = interrupted("-m", "tribe", *args, when=Prints("done\n"))
+    assert stopped.code == 130, stopped.err
+    *before, last = stopped.err.splitlines()
     assert last == f"stopped; {same} continues"
     assert set(before) == {"motion_blur@5: done"}
     result = call("cifar10", "--data", clean, "--out", tmp_path)
@@ -359,13 +280,12 @@ def test_what_the_dead_left_is_removed_and_what_is_damaged_is_made_again(clean, 
     assert tree(folder) == whole
 
 
-def test_two_writers_do_not_meet(clean, tmp_path, elsewhere):
+def test_two_writers_do_not_meet(clean, tmp_path):
     (tmp_path / "CIFAR-10-C").mkdir()
     with exclusive(tmp_path / "CIFAR-10-C/.lock"):
-        status, said = elsewhere("generate", "cifar10", data=str(clean), out=str(tmp_path))
-        assert status == 1
-        assert "another process is writing to" in said
-        assert refused(call("cifar10", "--data", clean, "--out", tmp_path), "another process", "--out")
+        done = ended("-m", "tribe", "corrupt", "cifar10", "--data", clean, "--out", tmp_path)
+        assert done.code == 2
+        assert "another process is writing to" in done.err
     assert not list(tmp_path.rglob("*.npy"))
     generate("cifar10", data=str(clean), out=str(tmp_path), corruptions=["fog"])
 
@@ -383,26 +303,32 @@ def test_what_others_may_read_is_for_the_umask_to_say(clean, tmp_path):
 # -- a full disk -------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_and_what_is_finished_is_kept(clean, tmp_path, elsewhere):
+def on_a_full_disk(*args, limit):
+    """Run the command where no file can grow beyond a limit; return its message."""
+    done = ended("-m", "tribe", "corrupt", *args, limits={"RLIMIT_FSIZE": limit})
+    assert done.code == 2, done.err
+    return done.err
+
+
+def test_a_full_disk_is_told_and_what_is_finished_is_kept(clean, tmp_path):
     args = ("cifar10", "--data", clean, "--out", tmp_path)
     assert call(*args, "--severity", 1, "--corruptions", "contrast").exit_code == 0
     whole = tree(tmp_path)
     more = ("--severity", "1,5", "--corruptions", "contrast,fog")
-    _, said = elsewhere("command", *args, *more, limit=4 * BLOCK)
-    assert said.startswith("2 already there: contrast@1\nerror: ")
-    assert f"{tmp_path / 'CIFAR-10-C/contrast.npy'} could not be written: File too large." in said
-    assert "It needs 0.1 MB, and " in said
-    assert "MB are free. The finished domains are kept" in said
+    message = on_a_full_disk(*args, *more, limit=4 * BLOCK)
+    assert message.startswith("already there: contrast@1\nerror: ")
+    assert f"{tmp_path / 'CIFAR-10-C/contrast.npy'} could not be written: File too large." in message
+    assert "It needs 0.1 MB, and " in message
+    assert "MB are free. The finished domains are kept" in message
     kept = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",), severities=(1,))
     assert kept.digest("contrast@1") == json.loads(whole["CIFAR-10-C/made.json"])["blocks"]["contrast@1"]["sha256"]
     assert call(*args, *more).exit_code == 0
 
 
-def test_a_full_disk_stops_pictures_too(pictures, tmp_path, elsewhere):
+def test_a_full_disk_stops_pictures_too(pictures, tmp_path):
     args = ("imagenet", "--data", pictures, "--out", tmp_path, "--corruptions", "contrast,gaussian_noise")
-    _, said = elsewhere("command", *args, limit=20_000)
-    assert said.startswith("2 error: ")
-    assert "gaussian_noise/5/n01/val_0.JPEG could not be written: File too large" in said
+    message = on_a_full_disk(*args, limit=20_000)
+    assert "gaussian_noise/5/n01/val_0.JPEG could not be written: File too large" in message
     assert "made.json" in tree(tmp_path / "ImageNet-C")
     assert call(*args).exit_code == 0
 
@@ -484,7 +410,7 @@ def test_force_makes_again(clean, tmp_path):
 )
 def test_missing_data_names_the_command(tmp_path, name, made, folder):
     data = datasets.create(name, data=str(tmp_path))
-    words = f"looked for {tmp_path / folder}.*run `tribe corrupt {made} --out {tmp_path}`.*https://zenodo.org/records/"
+    words = f"looked for {tmp_path / folder}.*run `tribe corrupt {made} --data {tmp_path}`.*https://zenodo.org/records/"
     with pytest.raises(MissingData, match=words):
         data.labels(data.domains[0])
 
@@ -518,7 +444,7 @@ def test_a_file_of_the_wrong_size_names_the_command(clean, tmp_path, name, file,
     path = tmp_path / file
     path.write_bytes(change(path.read_bytes()))
     data = datasets.create(f"{name}-c", data=str(tmp_path), corruptions=("fog",))
-    with pytest.raises(ValueError, match=rf"{path}.*make it with `tribe corrupt {again} --out {tmp_path}`"):
+    with pytest.raises(ValueError, match=rf"{path}.*make it with `tribe corrupt {again} --data {tmp_path}`"):
         data.images(data.domains[0], torch.tensor([0]))
 
 
@@ -598,11 +524,6 @@ def test_pictures_are_prepared_corrupted_and_stored_as_published(pictures, tmp_p
     again = call(*args, "fog", "--severity", 5, "--json")
     assert json.loads(again.stdout)["there"] == ["fog@5"]
     assert refused(call(*args, "fog", "--seed", 1), "seed 0, not 1")
-
-
-def test_pictures_killed_at_any_moment_go_on(pictures, tmp_path, elsewhere):
-    fields = {"corruptions": ["contrast", "brightness"]}
-    assert survives_every_kill(elsewhere, "imagenet", data=str(pictures), folder=tmp_path, **fields)
 
 
 def test_pictures_that_are_none(tmp_path):
@@ -686,7 +607,3 @@ def test_pictures_of_all_kinds(tmp_path):
     assert refused(call(*args, "--corruptions", "fog"), "was made with clean set")
     assert refused(call(*args, "--out", tmp_path / "b"), "d.jpg cannot be read as an image")
     assert tree(tmp_path / "ImageNet-C") == before
-
-
-if __name__ == "__main__":
-    serve()

@@ -193,13 +193,13 @@ def test_weights_that_are_not_those_of_their_card_are_refused(with_card):
             models.load("compact", with_card)
 
 
-@pytest.mark.parametrize("content", ["{}", "[1]", '{"sha256": 3}'])
-def test_another_json_file_beside_the_weights_is_no_card(with_card, content):
-    with_card.with_suffix(".json").write_text(content)
+def test_another_json_file_beside_the_weights_is_no_card(with_card):
+    with_card.with_suffix(".json").write_text("{}")
     models.load("compact", with_card)
 
 
-def test_a_damaged_card_is_refused(with_card):
-    with_card.with_suffix(".json").write_text("[" * 100_000)
+@pytest.mark.parametrize("content", ['{"sha256": 3}', "[" * 100_000])
+def test_a_damaged_card_is_refused(with_card, content):
+    with_card.with_suffix(".json").write_text(content)
     with pytest.raises(WeightsError, match="damaged"):
         models.load("compact", with_card)

@@ -35,6 +35,7 @@ from tribe.registry import nearest
 
 SEVERITIES = range(1, 6)
 LARGE = 100  # pixels of the shorter side from which the parameters of ImageNet-C apply; below it those of CIFAR-C
+LARGEST_GREY = 256  # rows and columns that the corruptions of MNIST-C take: the size of their fog
 CHUNK = {"cpu": 2**20}  # values corrupted at once: few enough for the caches of a CPU
 CHUNK_ELSEWHERE = 2**26  # on other devices: a corruption needs about twenty times this memory
 
@@ -168,6 +169,11 @@ def apply(
     if family is None:
         family = family_for(images.shape[1:])
     entry = _find(name, family)
+    if family == "mnist" and (images.shape[1] != 1 or max(images.shape[2:]) > LARGEST_GREY):
+        raise ValueError(
+            f"the corruptions of MNIST-C take images of one channel and at most {LARGEST_GREY} x {LARGEST_GREY} "
+            f"pixels, got {tuple(images.shape[1:])}; those of family='common' take any size"
+        )
     require_severity(severity)
     severity, n = int(severity), len(images)
     if index is None:

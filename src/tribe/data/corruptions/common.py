@@ -12,7 +12,7 @@ import io
 import math
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import resources
 
 import numpy as np
@@ -31,19 +31,19 @@ from tribe.data.corruptions.filters import (
 )
 from tribe.data.images import require_pillow
 
+common = partial(corruption, family="common")
+
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-@corruption(
-    "gaussian_noise", family="common", table=(0.04, 0.06, 0.08, 0.09, 0.10), large=(0.08, 0.12, 0.18, 0.26, 0.38)
-)
+@common("gaussian_noise", table=(0.04, 0.06, 0.08, 0.09, 0.10), large=(0.08, 0.12, 0.18, 0.26, 0.38))
 def gaussian_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Add normal noise."""
     (sd,) = params
     return draw.normal(x.shape[1:]).mul_(sd).add_(x)
 
 
-@corruption("shot_noise", family="common", table=(500, 250, 100, 75, 50), large=(60, 25, 12, 5, 3))
+@common("shot_noise", table=(500, 250, 100, 75, 50), large=(60, 25, 12, 5, 3))
 def shot_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Poisson(c x) / c, by inversion: one sorted table holds the quantiles of all brightnesses."""
     (c,) = params
@@ -70,9 +70,7 @@ def _poisson_table(c: float) -> tuple[Tensor, Tensor]:
     return (total + torch.arange(len(rate))[:, None]).flatten(), first.to(torch.int64)
 
 
-@corruption(
-    "impulse_noise", family="common", table=(0.01, 0.02, 0.03, 0.05, 0.07), large=(0.03, 0.06, 0.09, 0.17, 0.27)
-)
+@common("impulse_noise", table=(0.01, 0.02, 0.03, 0.05, 0.07), large=(0.03, 0.06, 0.09, 0.17, 0.27))
 def impulse_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Salt and pepper: make a share of the values white or black."""
     (amount,) = params
@@ -83,9 +81,8 @@ def impulse_noise(x: Tensor, params: Params, draw: Draw) -> Tensor:
 # --- blur -------------------------------------------------------------------------------------------------------------
 
 
-@corruption(
+@common(
     "defocus_blur",
-    family="common",
     table=((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),  # radius, sd
     large=((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
 )
@@ -121,9 +118,8 @@ def _disk_kernel(radius: float, sd: float) -> Tensor:
     return soft[edge : len(soft) - edge, edge : len(soft) - edge]
 
 
-@corruption(
+@common(
     "glass_blur",
-    family="common",
     table=((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),  # sd, reach, rounds
     large=((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
 )
@@ -155,9 +151,8 @@ def glass_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
     return gaussian_blur(x.view(n, c, height, width), sd)
 
 
-@corruption(
+@common(
     "motion_blur",
-    family="common",
     table=((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),  # radius, sd
     large=((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
 )
@@ -167,9 +162,8 @@ def motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
     return blur_along_line(x, radius, sd, draw.uniform().mul_(90).sub_(45))
 
 
-@corruption(
+@common(
     "zoom_blur",
-    family="common",
     table=((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),  # end (excluded), step
     large=((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
 )
@@ -210,9 +204,8 @@ def _mean_zoom_matrix(height: int, width: int, factors: tuple[float, ...]) -> Te
 # --- weather ----------------------------------------------------------------------------------------------------------
 
 
-@corruption(
+@common(
     "snow",
-    family="common",
     table=(  # mean, sd, zoom and cut of the flakes, radius and sd of their motion, share of the image that stays
         (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
         (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
@@ -247,9 +240,8 @@ def _greyscale(x: Tensor) -> Tensor:
     return (red * 0.299).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
-@corruption(
+@common(
     "frost",
-    family="common",
     table=((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),  # shares of image and frost
     large=((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
 )
@@ -301,9 +293,8 @@ def _frost_images(height: int, width: int) -> tuple[Tensor, ...]:
     return tuple(pictures)
 
 
-@corruption(
+@common(
     "fog",
-    family="common",
     table=((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),  # strength, decay
     large=((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
 )
@@ -344,7 +335,7 @@ def plasma(draw: Draw, size: int, decay: float) -> Tensor:
 # --- colour, distortion and compression -------------------------------------------------------------------------------
 
 
-@corruption("brightness", family="common", table=(0.05, 0.1, 0.15, 0.2, 0.3), large=(0.1, 0.2, 0.3, 0.4, 0.5))
+@common("brightness", table=(0.05, 0.1, 0.15, 0.2, 0.3), large=(0.1, 0.2, 0.3, 0.4, 0.5))
 def brightness(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Add to the value of HSV; hue and saturation stay, so all channels grow by the same factor."""
     (c,) = params
@@ -353,7 +344,7 @@ def brightness(x: Tensor, params: Params, draw: Draw) -> Tensor:
     return torch.where(value > 0, x * (lit / value), lit)
 
 
-@corruption("contrast", family="common", table=(0.75, 0.5, 0.4, 0.3, 0.15), large=(0.4, 0.3, 0.2, 0.1, 0.05))
+@common("contrast", table=(0.75, 0.5, 0.4, 0.3, 0.15), large=(0.4, 0.3, 0.2, 0.1, 0.05))
 def contrast(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Move every channel towards its mean."""
     (c,) = params
@@ -361,9 +352,8 @@ def contrast(x: Tensor, params: Params, draw: Draw) -> Tensor:
     return (x - mean).mul_(c).add_(mean)
 
 
-@corruption(
+@common(
     "elastic_transform",
-    family="common",
     # strength and smoothness of the displacement, jitter of the corners; shares of the side, and of 244 for ImageNet
     table=((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
     large=((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)),
@@ -405,7 +395,7 @@ def _sample_bilinear(x: Tensor, place: Tensor, *, mirror_edge: bool) -> Tensor:
     return F.grid_sample(x, grid.permute(0, 2, 3, 1), padding_mode="reflection", align_corners=not mirror_edge)
 
 
-@corruption("pixelate", family="common", table=(0.95, 0.9, 0.85, 0.75, 0.65), large=(0.6, 0.5, 0.4, 0.3, 0.25))
+@common("pixelate", table=(0.95, 0.9, 0.85, 0.75, 0.65), large=(0.6, 0.5, 0.4, 0.3, 0.25))
 def pixelate(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Shrink by averaging over boxes and enlarge again; round to 8 bits after each axis."""
     (c,) = params
@@ -434,7 +424,7 @@ def _box_matrix(before: int, after: int) -> Tensor:
     return (weights / weights.sum(1, keepdim=True)).to(torch.float32)
 
 
-@corruption("jpeg_compression", family="common", table=(80, 65, 58, 50, 40), large=(25, 18, 15, 10, 7))
+@common("jpeg_compression", table=(80, 65, 58, 50, 40), large=(25, 18, 15, 10, 7))
 def jpeg_compression(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Encode as JPEG and decode; images without three channels go channel by channel, as grey images."""
     (quality,) = params

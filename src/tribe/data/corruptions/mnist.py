@@ -9,7 +9,6 @@ NOTE: MNIST-C stores the result times 255, rounded half to even; the other two b
 Shapes: N images, H rows, W columns, P = H W pixels; x (N, 1, H, W) in [0, 1].
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,30 +21,14 @@ from torch import Tensor
 
 from tribe.core import rng
 from tribe.core.rng import Key
-from tribe.data.corruptions import Draw, Function, Params, corruption
+from tribe.data.corruptions import LARGEST_GREY, Draw, Function, Params, corruption
 from tribe.data.corruptions.common import brightness, impulse_noise, plasma, shot_noise
 from tribe.data.corruptions.filters import blur_along_line, gaussian_blur
 
-LARGEST = 256  # pixels: the size of the fog
-
 
 def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
-    """Register a corruption with these parameters, for grey images only (function decorator)."""
-
-    def add(function: Function) -> Function:
-        @functools.wraps(function)
-        def grey(x: Tensor, params: Params, draw: Draw) -> Tensor:
-            if x.shape[1] != 1 or max(x.shape[2:]) > LARGEST:
-                raise ValueError(
-                    f"the corruptions of MNIST-C take images of one channel and at most {LARGEST} x {LARGEST} pixels, "
-                    f"got {tuple(x.shape[1:])}; those of family='common' take any size"
-                )
-            return function(x, params, draw)
-
-        corruption(name, family="mnist", table=(params,))(grey)
-        return function
-
-    return add
+    """Register a corruption with these parameters (function decorator)."""
+    return corruption(name, family="mnist", table=(params,))
 
 
 # --- noise and blur ---------------------------------------------------------------------------------------------------
@@ -172,7 +155,7 @@ def stripe(x: Tensor, params: Params, draw: Draw) -> Tensor:
 # --- weather ----------------------------------------------------------------------------------------------------------
 
 
-@_mnist("fog", 3, 1.4, LARGEST)  # strength, decay, size of the clouds
+@_mnist("fog", 3, 1.4, LARGEST_GREY)  # strength, decay, size of the clouds
 def fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Add the upper left corner of a large cloud."""
     strength, decay, size = params

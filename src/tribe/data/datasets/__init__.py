@@ -52,7 +52,6 @@ class Defaults:
 
     name: ClassVar[str | None] = None  # set by @register; None: the name of the class
     clean_name: ClassVar[str | None] = None  # the clean data set that was corrupted; None: these images are clean
-    folder: ClassVar[str | None] = None  # the published folder under the root of all data sets
     outputs: Sequence[int] | None = None  # of a network that tells more classes apart: those that are its classes
     clean: Dataset | None = None  # the data set whose images are corrupted while they are read
     functions: Sequence[Callable[..., Any]] = ()  # code outside the class that the images depend on

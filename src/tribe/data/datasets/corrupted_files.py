@@ -5,7 +5,6 @@ import hashlib
 import io
 import os
 import shutil
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,15 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.corruptions import CHUNK, CHUNK_ELSEWHERE, SEVERITIES
-from tribe.data.datasets import Dataset, create
+from tribe.data.datasets import create
 from tribe.data.datasets.files import MissingData, data_root, open_images
 from tribe.data.datasets.imagenet import ImageNet, resize_for
 from tribe.data.datasets.imagenet_c import ImageNetC
 from tribe.data.datasets.manifest import Block
 from tribe.data.datasets.npy_sets import SEVERITY, Cifar10C, Cifar100C, MnistC
-from tribe.data.images import cores, image_file_size, read_image, require_pillow
+from tribe.data.images import LARGEST_FILE, cores, read_image, require_pillow
 from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
-from tribe.io.files import CannotWrite, write_atomically
+from tribe.io.files import CannotWrite, regular_size, write_atomically
 
 QUALITY = 85  # of ImageNet-C's JPEG files, as published
 JPEG_BYTES = 5_000  # a lower bound of the mean size of a corrupted image
@@ -67,12 +66,10 @@ BENCHMARKS = {
 
 
 @contextlib.contextmanager
-def explained(path: Path, needed: int = 0) -> Iterator[None]:
+def explained(path: Path, needed: int) -> Iterator[None]:
     """Add the path, the bytes that it needs and what to do to an error of the operating system."""
     try:
         yield
-    except CannotWrite:
-        raise
     except OSError as error:
         raise CannotWrite.because(error, path, needed, ADVICE) from error
 
@@ -82,63 +79,15 @@ def chunk_size(shape: Sequence[int], device: torch.device) -> int:
     return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // int(np.prod(shape)))
 
 
-class CorruptedFiles(ABC):
-    """Clean images, and the files that the corrupted ones are written to."""
-
-    folder: Path  # of the corrupted files
-    shape: tuple[int, ...]  # of an image, (C, H, W)
-    count: int  # images
-    image_bytes: int  # of a corrupted image, at least
-    at_once: bool  # make all domains in one pass over the clean images, because they are slow to read
-
-    def close(self) -> None:
-        """Stop the threads, if there are any."""
-        return None
-
-    @abstractmethod
-    def clean_sha256(self) -> str:
-        """Return a hash of the clean images."""
-
-    @abstractmethod
-    def read(self, index: Tensor) -> Tensor:
-        """Read clean images, (n, C, H, W) in [0, 1]."""
-
-    def write_labels(self, names: Sequence[str]) -> None:
-        """Write the label files of some corruptions, if the layout has any."""
-        return None
-
-    def remove(self, domain: CorruptedDomain) -> None:
-        """Remove the files of a domain that is made again, unless they are written over."""
-        return None
-
-    @abstractmethod
-    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
-        """Return which images of a domain have to be made; ``block`` is its entry in the manifest."""
-
-    @abstractmethod
-    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
-        """Write corrupted images (n, H, W, C), perhaps later."""
-
-    @abstractmethod
-    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
-        """Wait until all images of some domains are on the disk."""
-
-    @abstractmethod
-    def sha256(self, domain: CorruptedDomain) -> str:
-        """Return a hash of the bytes of a domain."""
-
-
-class NpyFiles(CorruptedFiles):
+class NpyFiles:
     """One npy file for each corruption, with a block of images for each severity."""
 
-    at_once = False
+    at_once = False  # the domains are made one after the other
 
     def __init__(self, dataset: str, data: str | None, out: str | None) -> None:
         self.layout = BENCHMARKS[dataset]
-        roots = [data] if data is not None or out is None else [None, out]
-        cleans = [create(dataset, data=root) for root in roots]
-        self.domain = cleans[0].domains[0]
-        self.clean = next((clean for clean in cleans if self._is_there(clean)), cleans[0])
+        self.clean = create(dataset, data=data)
+        self.domain = self.clean.domains[0]
         self.labels = self.clean.labels(self.domain).numpy()
         self.count = len(self.labels)
         self.shape = tuple(self.read(torch.arange(1)).shape[1:])
@@ -147,12 +96,8 @@ class NpyFiles(CorruptedFiles):
         channels, rows, columns = self.shape
         self.size = self.count * len(self.layout.severities), rows, columns, channels  # of an npy file
 
-    def _is_there(self, clean: Dataset) -> bool:
-        try:
-            clean.labels(self.domain)
-        except MissingData:
-            return False
-        return True
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
 
     def clean_sha256(self) -> str:
         """Return a hash of labels and pixels, which does not depend on the file format."""
@@ -172,10 +117,12 @@ class NpyFiles(CorruptedFiles):
         np.save(buffer, labels)
         content = buffer.getvalue()
         for path in {self.folder / self.layout.labels.format(name) for name in names}:
-            with explained(path, len(content)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                if not path.is_file() or path.read_bytes() != content:
-                    write_atomically(path, content)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.is_file() or path.read_bytes() != content:
+                write_atomically(path, content)
+
+    def remove(self, domain: CorruptedDomain) -> None:
+        """Do nothing: a domain that is made again is written over."""
 
     def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
         """Return all images, unless the block is listed and has the bytes that were written."""
@@ -218,10 +165,10 @@ class NpyFiles(CorruptedFiles):
             return None
 
 
-class JpegFiles(CorruptedFiles):
+class JpegFiles:
     """One JPEG file for each image. Threads decode the next clean images and encode the corrupted ones meanwhile."""
 
-    at_once = True
+    at_once = True  # all domains are made in one pass over the clean images, because they are slow to read
     shape = ImageNet.shape
     image_bytes = JPEG_BYTES
 
@@ -249,7 +196,7 @@ class JpegFiles(CorruptedFiles):
 
     def clean_sha256(self) -> str:
         """Return a hash of names and sizes: reading all images would take as long as some corruptions."""
-        lines = (f"{path.parent.name}/{path.name} {image_file_size(path)}\n" for path in self.paths)
+        lines = (f"{path.parent.name}/{path.name} {regular_size(path, LARGEST_FILE)}\n" for path in self.paths)
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
     def read(self, index: Tensor) -> Tensor:
@@ -264,11 +211,13 @@ class JpegFiles(CorruptedFiles):
             raise ValueError(f"{self.paths[i]} is {size} pixels, and the others {expected}, as if all had been cropped")
         return image
 
+    def write_labels(self, names: Sequence[str]) -> None:
+        """Do nothing: the folders are the labels."""
+
     def remove(self, domain: CorruptedDomain) -> None:
-        """Remove the folder of a domain."""
-        folder = self._folder(domain)
-        with explained(folder), contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+        """Remove the folder of a domain that is made again: it may hold images of another set."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self._folder(domain))
 
     def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
         """Return which images have to be made; of a domain that is not listed, a file may be cut short."""

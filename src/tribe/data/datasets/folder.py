@@ -1,10 +1,9 @@
 """Your own images: ``root/<domain>/<class>/*``, or without labels ``root/<domain>/*``."""
 
-import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +16,22 @@ from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import MissingData, positions
 from tribe.data.datasets.imagenet import outputs_of, wnids
 from tribe.data.images import (
+    LARGEST_FILE,
     SKIP,
     ImageFileError,
     Unreadable,
     check_reading,
-    image_file_size,
     is_image_file,
     read_image,
-    read_image_file,
     read_images,
 )
 from tribe.fields import is_whole, plain_numbers, require
+from tribe.io.files import read_regular, regular_size
 from tribe.registry import nearest
 
 PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
 HASHED = 16  # images of a domain whose bytes are part of its digest; of the others only names and sizes are
-UNREADABLE = "unreadable"  # in a digest, instead of a size or of bytes
+UNREADABLE = b"unreadable"  # in a digest, instead of a size or of bytes
 LAYOUT = "expected root/<domain>/<class>/images, or root/<domain>/images without labels"
 
 
@@ -110,27 +109,21 @@ class Folder:
     def digest(self, domain: str) -> str:
         """Return a hash of all names and sizes and of the bytes of a few files."""
         paths = self._domain(domain).paths
-        sampled = paths[:: max(1, len(paths) // HASHED)]
-        sizes: list[object] = [UNREADABLE] * len(paths)
-        contents = [UNREADABLE.encode()] * len(sampled)
-        for i, path in enumerate(paths):
-            with self._unreadable_raises():
-                sizes[i] = image_file_size(path)
-        for i, path in enumerate(sampled):
-            with self._unreadable_raises():
-                contents[i] = read_image_file(path)
-        names = [f"{path.relative_to(self._root)} {size}" for path, size in zip(paths, sizes, strict=True)]
-        head = "\n".join(names).encode("utf-8", "surrogateescape")
+        names = [os.fsencode(path.relative_to(self._root)) for path in paths]
+        sizes = [self._read(path, lambda path, most: b"%d" % regular_size(path, most)) for path in paths]
+        contents = [self._read(path, read_regular) for path in paths[:: max(1, len(paths) // HASHED)]]
+        head = b"\n".join(b"%b %b" % line for line in zip(names, sizes, strict=True))
         return hashlib.sha256(b"".join((head, *contents))).hexdigest()
 
-    @contextlib.contextmanager
-    def _unreadable_raises(self) -> Iterator[None]:
-        """Raise the error of an image that cannot be read, unless such images are skipped."""
+    def _read(self, path: Path, read: Callable[[Path, int], bytes]) -> bytes:
+        """Return bytes about an image file; `UNREADABLE` if it cannot be read and such images are skipped."""
         try:
-            yield
-        except ImageFileError as error:
+            return read(path, LARGEST_FILE)
+        except OSError as error:
             if self.unreadable == "raise":
-                raise ImageFileError(f"{error}; {SKIP}") from error
+                reason = error.strerror or error
+                raise ImageFileError(f"{path} cannot be read as an image: {reason}; {SKIP}") from error
+            return UNREADABLE
 
     @property
     def _root(self) -> Path:
@@ -146,12 +139,16 @@ class Folder:
         if self.size is not None:
             return self.size, self.size
         for path in (path for domain in self._domains.values() for path in domain.paths):
-            with self._unreadable_raises():
+            try:
                 height, width = read_image(path).shape[1:]
-                if height * width > PIXELS_KEPT:
-                    large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
-                    raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
-                return height, width
+            except ImageFileError as error:
+                if self.unreadable == "raise":
+                    raise ImageFileError(f"{error}; {SKIP}") from error
+                continue
+            if height * width > PIXELS_KEPT:
+                large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
+                raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
+            return height, width
         raise ImageFileError(f"none of the images in {self._root} can be read")
 
     def _domain(self, name: str) -> _Domain:

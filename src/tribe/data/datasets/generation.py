@@ -23,11 +23,9 @@ from tribe.data.datasets.corrupted import functions_of, to_bytes
 from tribe.data.datasets.corrupted_files import (
     BENCHMARKS,
     CorruptedDomain,
-    CorruptedFiles,
     JpegFiles,
     NpyFiles,
     chunk_size,
-    explained,
 )
 from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest, write_manifest
 from tribe.fields import require
@@ -82,8 +80,7 @@ def generate(
         corruptions: by default the fifteen of the benchmark.
         severities: by default 5.
         out: folder below which to write; by default that of the clean set, for ImageNet the root of all data.
-        data: folder below which the clean set lies, for ImageNet also the folder of its class folders; by default that
-            of all data, else ``out``.
+        data: folder below which the clean set lies, for ImageNet also the folder of its class folders.
         seed: seed of the corruptions' random numbers.
         device: where to compute.
         force: make existing domains again, and begin anew if the folder was made with other settings.
@@ -133,7 +130,7 @@ def generate(
             for domain in group:
                 if domain.name not in manifest.blocks:
                     block = Block(files.sha256(domain), place.type, torch.__version__, __version__)
-                    manifest = _write(folder, replace(manifest, blocks={**manifest.blocks, domain.name: block}))
+                    manifest = write_manifest(folder, replace(manifest, blocks={**manifest.blocks, domain.name: block}))
                     progress.finish(domain.name)
     return Summary(folder, [domain.name for domain in made], there, files.count, time.perf_counter() - started)
 
@@ -142,7 +139,7 @@ def generate(
 
 
 def _corrupt(
-    files: CorruptedFiles,
+    files: NpyFiles | JpegFiles,
     missing: Mapping[CorruptedDomain, NDArray[np.bool_]],
     seed: int,
     device: torch.device,
@@ -207,20 +204,15 @@ def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
     if difference is not None and not force:
         raise ValueError(f"{folder} was made with {difference}: use another --out, or --force to begin anew")
     if manifest is None or difference is not None:
-        return _write(folder, fresh)
+        return write_manifest(folder, fresh)
     return manifest
 
 
 def _unlist(folder: Path, manifest: Manifest, domains: Sequence[CorruptedDomain]) -> Manifest:
     """Remove domains from the manifest, before their files change."""
     names = {domain.name for domain in domains}
-    return _write(folder, replace(manifest, blocks={d: b for d, b in manifest.blocks.items() if d not in names}))
-
-
-def _write(folder: Path, manifest: Manifest) -> Manifest:
-    with explained(folder / FILE):
-        write_manifest(folder, manifest)
-    return manifest
+    kept = {name: block for name, block in manifest.blocks.items() if name not in names}
+    return write_manifest(folder, replace(manifest, blocks=kept))
 
 
 def _check_device(device: str) -> torch.device:

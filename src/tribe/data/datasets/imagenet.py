@@ -57,41 +57,31 @@ def outputs_of(names: Iterable[str]) -> tuple[int, ...] | None:
     return tuple(number for number in outputs if number is not None) if outputs and None not in outputs else None
 
 
-def class_folders(folder: Path) -> tuple[str, ...]:
-    """Return the class folders in a folder, in the order of a network's outputs; other classes by name."""
+def _folders(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder, sorted, without hidden ones."""
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if Path(entry.path).is_dir() and not entry.name.startswith("."))
-    outputs = outputs_of(names)
-    return tuple(names if outputs is None else [name for _, name in sorted(zip(outputs, names, strict=True))])
+        return sorted(entry.name for entry in entries if Path(entry.path).is_dir() and not entry.name.startswith("."))
 
 
 def holds_classes(folder: Path) -> bool:
     """Whether a folder has a class folder of ImageNet in it."""
-    return folder.is_dir() and any(output_of(name) is not None for name in class_folders(folder))
+    return folder.is_dir() and any(output_of(name) is not None for name in _folders(folder))
 
 
-def looks_like_class_folders(folder: Path) -> bool:
-    """Whether the folders in a folder hold images, as class folders do."""
-    kinds = class_folders(folder)[:SAMPLED] if folder.is_dir() else ()
-    return any(is_image_file(name) for kind in kinds for name in os.listdir(folder / kind))
-
-
-def expected_classes(folder: Path) -> tuple[str, ...]:
-    """Return the class folders in a folder; raise unless all are classes of ImageNet, each once."""
-    names = class_folders(folder)
-    if not names:
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the class folders in a folder, in the order of a network's outputs; raise unless all are of ImageNet."""
+    by_output: dict[int, str] = {}
+    for name in _folders(folder):
+        output = output_of(name)
+        if output is None:
+            own = "--dataset folder --data ROOT plays images of other classes, in ROOT/<domain>/<class>"
+            raise ValueError(f"{folder} holds a folder {name!r}, which is not a class of ImageNet; {CLASSES}. {own}")
+        if output in by_output:
+            raise ValueError(f"{folder} holds the same class twice, as {by_output[output]!r} and {name!r}; {CLASSES}")
+        by_output[output] = name
+    if not by_output:
         raise MissingData(f"{folder} holds no folders; {CLASSES}")
-    strange = [name for name in names if output_of(name) is None]
-    if inner := [name for name in strange if holds_classes(folder / name)]:
-        raise ValueError(f"{folder} holds no class folders, but {folder / inner[0]} does: name that folder")
-    if strange:
-        own = "--dataset folder --data ROOT plays images of other classes, in ROOT/<domain>/<class>"
-        raise ValueError(f"{folder} holds a folder {strange[0]!r}, which is not a class of ImageNet; {CLASSES}. {own}")
-    outputs = [output_of(name) for name in names]
-    for name, following, a, b in zip(names, names[1:], outputs, outputs[1:], strict=False):
-        if a == b:
-            raise ValueError(f"{folder} holds the same class twice, as {name!r} and {following!r}; {CLASSES}")
-    return names
+    return tuple(by_output[output] for output in sorted(by_output))
 
 
 def resize_for(paths: Sequence[Path], size: int) -> int | None:
@@ -115,9 +105,9 @@ class ListedImages(ABC):
     workers: int | None
 
     @property
-    @abstractmethod
-    def side(self) -> int:
+    def size(self) -> int:
         """Rows and columns of the images."""
+        return 224
 
     @property
     @abstractmethod
@@ -127,10 +117,6 @@ class ListedImages(ABC):
     @abstractmethod
     def image_folder(self, domain: str) -> Path:
         """Return the folder that holds the class folders of a domain."""
-
-    def list_classes(self, folder: Path) -> tuple[str, ...]:
-        """Return the class folders in a folder, in the order of the networks' outputs."""
-        return class_folders(folder)
 
     def select(self, names: list[str], folder: Path) -> list[str]:
         """Return the images of a folder that are played, in order."""
@@ -143,7 +129,7 @@ class ListedImages(ABC):
     @cached_property
     def classes(self) -> Sequence[str]:
         """The class folders of the first domain; all domains have the same."""
-        return self.list_classes(self.image_folder(self.domains[0]))
+        return class_folders(self.image_folder(self.domains[0]))
 
     @property
     def outputs(self) -> Sequence[int] | None:
@@ -159,7 +145,7 @@ class ListedImages(ABC):
         listing = self.listing(domain)
         return read_images(
             [listing.folder / listing.names[i] for i in positions(index, len(listing.names), domain)],
-            (self.side, self.side),
+            (self.size, self.size),
             hint="the images of this folder are cropped already, and those of a stream have one size",
             resize=self.resize(domain),
             unreadable=self.unreadable,
@@ -172,7 +158,7 @@ class ListedImages(ABC):
         require_domain(domain, self.domains)
         if domain not in self._listings:
             folder, classes = self.image_folder(domain), self.classes
-            if differing := set(classes) ^ set(self.list_classes(folder)):
+            if differing := set(classes) ^ set(class_folders(folder)):
                 raise ValueError(
                     f"{folder} has other classes than {self.image_folder(self.domains[0])}: {min(differing)!r} is in "
                     "only one of them, so labels would be wrong. Unpack the published archive again"
@@ -224,11 +210,6 @@ class ClassFolders(ListedImages):
         check_reading(self.unreadable, self.workers)
 
     @property
-    def side(self) -> int:
-        """Rows and columns of the images."""
-        return self.size
-
-    @property
     def domains(self) -> Sequence[str]:
         """The names of the folders."""
         return tuple(self.places)
@@ -238,13 +219,9 @@ class ClassFolders(ListedImages):
         require_domain(domain, self.domains)
         root, places = data_root(self.data), self.places[domain]
         named = self.data is not None and not any((root / place).is_dir() for place in places)
-        if named and (holds_classes(root) or looks_like_class_folders(root)):
-            return root  # `list_classes` says which folders are not classes
+        if named and holds_classes(root):
+            return root
         return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
-
-    def list_classes(self, folder: Path) -> tuple[str, ...]:
-        """Return the class folders in a folder; raise if they are not classes of ImageNet."""
-        return expected_classes(folder)
 
     def resize(self, domain: str) -> int | None:
         """Return the length of the shorter side before the crop; None if the images are cropped already."""

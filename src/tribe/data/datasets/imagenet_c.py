@@ -42,7 +42,7 @@ class ImageNetC(ListedImages):
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     corruptions: Sequence[str] = IMAGENET_C
     severities: Sequence[int] = (5,)
-    ids: str | None = None  # file with one line "wnid/NAME.JPEG" or "NAME.JPEG" per image, in this order; None: all
+    ids: str | None = None  # file with one line "wnid/NAME.JPEG" per image, in this order; None: all
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
     workers: int | None = None  # threads that decode; None: one for each core
 
@@ -56,21 +56,20 @@ class ImageNetC(ListedImages):
         check_reading(self.unreadable, self.workers)
 
     @property
-    def side(self) -> int:
-        """Rows and columns, as published."""
-        return 224
-
-    @property
     def domains(self) -> Sequence[str]:
         """Every corruption at every chosen severity."""
         return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
 
     def select(self, names: list[str], folder: Path) -> list[str]:
         """Return the images that `ids` lists, in its order."""
-        return names if self._ids is None else _selected(names, self._ids, f"{folder}, as listed in {self.ids}")
+        if self._ids is None:
+            return names
+        if missing := sorted(set(self._ids) - set(names)):
+            raise ValueError(f"{missing[0]!r}, listed in {self.ids}, is not an image in {folder}")
+        return self._ids
 
     @cached_property
-    def _ids(self) -> Sequence[str] | None:
+    def _ids(self) -> list[str] | None:
         if self.ids is None:
             return None
         path = Path(self.ids).expanduser()
@@ -81,8 +80,8 @@ class ImageNetC(ListedImages):
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not a text file ({error}); expected one id per line") from error
         ids = [line.strip() for line in lines if line.strip()]
-        if not ids:
-            raise ValueError(f"{path} lists no images; expected one id per line")
+        if not ids or len(set(ids)) < len(ids):
+            raise ValueError(f"{path} lists no images, or one of them twice; expected one id per line")
         return ids
 
     def image_folder(self, domain: str) -> Path:
@@ -96,17 +95,3 @@ class ImageNetC(ListedImages):
         hint = f"To make it from the clean validation images VAL: {make}. {download}"
         places = [f"{name}/{severity}", *(f"{group}/{name}/{severity}" for group in groups)]
         return find(root, *places, what=f"{self.folder} {domain}", hint=hint)
-
-
-def _selected(names: Sequence[str], ids: Sequence[str], where: str) -> list[str]:
-    """Return the names that the ids select, in the order of the ids."""
-    matches: dict[str, list[str]] = {name: [name] for name in names}
-    for name in names:
-        matches.setdefault(name.partition("/")[2], []).append(name)
-    for image in ids:
-        if (count := len(matches.get(image, []))) != 1:
-            raise ValueError(f"{image!r} is {count} images in {where}; expected one for each line")
-    selected = [matches[image][0] for image in ids]
-    if len(set(selected)) != len(ids):
-        raise ValueError(f"an image is listed twice; expected {where} to be played once each")
-    return selected

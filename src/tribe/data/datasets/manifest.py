@@ -4,11 +4,10 @@ The published archives have no manifest and count as complete. A folder with a m
 manifest lists and no others, even if its files are larger.
 """
 
-import contextlib
 import dataclasses
 import json
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,10 +67,11 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(**{name: fields[name] for name in FIELDS if name in fields}, blocks=blocks)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest of a folder; an interrupted write leaves the old one."""
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write the manifest of a folder and return it; an interrupted write leaves the old one."""
     content = json.dumps({"schema": SCHEMA, **dataclasses.asdict(manifest)}, indent=2, sort_keys=True) + "\n"
     write_atomically(folder / FILE, content.encode())
+    return manifest
 
 
 def is_published(folder: Path) -> bool:
@@ -79,13 +79,15 @@ def is_published(folder: Path) -> bool:
     return not (folder / FILE).exists() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
-def corrupt_command(dataset: str, out: Path, *, corruptions: Iterable[str] = (), severities: Iterable[int] = ()) -> str:
-    """Return the command that makes a corrupted data set from the clean one.
+def corrupt_command(
+    dataset: str, root: Path, *, corruptions: Iterable[str] = (), severities: Iterable[int] = ()
+) -> str:
+    """Return the command that makes a corrupted data set from the clean one below the same root.
 
     >>> corrupt_command("cifar10", Path("my data"), corruptions=("fog", "snow"), severities=(5,))
-    "tribe corrupt cifar10 --severity 5 --corruptions fog,snow --out 'my data'"
+    "tribe corrupt cifar10 --severity 5 --corruptions fog,snow --data 'my data'"
     """
-    options = {"severity": ",".join(map(str, severities)), "corruptions": ",".join(corruptions), "out": str(out)}
+    options = {"severity": ",".join(map(str, severities)), "corruptions": ",".join(corruptions), "data": str(root)}
     words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
     return shlex.join(["tribe", "corrupt", dataset, *words])
 
@@ -102,18 +104,3 @@ def require_block(folder: Path, domain: str, command: str) -> None:
     if manifest is not None and domain not in manifest.blocks:
         listed = ", ".join(sorted(manifest.blocks)) or "none yet"
         raise MissingData(f"{domain} was not made in {folder}; there: {listed}. Make it with `{command}`")
-
-
-def block_digest(folder: Path, domain: str) -> str | None:
-    """Return the sha256 of a block in the manifest; None for a published archive."""
-    manifest = read_manifest(folder)
-    return None if manifest is None else manifest.blocks[domain].sha256
-
-
-@contextlib.contextmanager
-def with_remedy(folder: Path, command: str) -> Iterator[None]:
-    """Add to the message of a ValueError what to do about the folder."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{error}. {remedy(folder, command)}") from error

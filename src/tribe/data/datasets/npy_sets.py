@@ -17,7 +17,7 @@ from torch import Tensor
 from tribe.data.corruptions import SEVERITIES, require_severity
 from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import data_root, download_hint, find, open_images, open_labels, positions, to_images
-from tribe.data.datasets.manifest import block_digest, corrupt_command, remedy, require_block, with_remedy
+from tribe.data.datasets.manifest import corrupt_command, read_manifest, remedy, require_block
 from tribe.data.scenarios import CIFAR_C, MNIST_C
 
 SEVERITY = 5  # MNIST-C has a single strength; commands and manifests call it this severity
@@ -58,7 +58,8 @@ class NpyImages(ABC):
         """Return the hash of the images in the manifest; None for the published archive."""
         self._block(domain)
         name, _, severity = domain.partition("@")
-        return block_digest(self._folder, f"{name}@{severity or SEVERITY}")
+        manifest = read_manifest(self._folder)
+        return None if manifest is None else manifest.blocks[f"{name}@{severity or SEVERITY}"].sha256
 
     @cached_property
     def _blocks(self) -> dict[str, tuple[NDArray[Any], Tensor]]:
@@ -70,8 +71,11 @@ class NpyImages(ABC):
             name, _, severity = domain.partition("@")
             command = self._command([name], [int(severity)] if severity else [])
             require_block(self._folder, f"{name}@{severity or SEVERITY}", command)
-            with with_remedy(self._folder, command):
-                self._blocks[domain] = self._open(name, int(severity or SEVERITY), remedy(self._folder, command))
+            advice = remedy(self._folder, command)
+            try:
+                self._blocks[domain] = self._open(name, int(severity or SEVERITY), advice)
+            except ValueError as error:
+                raise ValueError(f"{error}. {advice}") from error
         return self._blocks[domain]
 
     @abstractmethod

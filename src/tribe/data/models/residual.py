@@ -104,11 +104,7 @@ class TorchvisionResNet(Architecture):
 
     paper = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "resnet18": {"depth": 18},
-        "resnet34": {"depth": 34},
-        "resnet50": {"depth": 50},
-        "resnet101": {"depth": 101},
-        "resnet152": {"depth": 152},
+        **{f"resnet{depth}": {"depth": depth} for depth in STAGES},
         "resnet18_mnist": {"depth": 18, "classes": 10, "channels": 1, "normalize": None},
     }
 

@@ -107,11 +107,11 @@ def check_card(path: Path) -> None:
     if not card.is_file():
         return
     try:
-        content = json_files.read(card, object, f"Get it again, or remove it if it is not a card of {path.name}")
+        advice = f"Get it again, or remove it if it is not a card of {path.name}"
+        recorded = json_files.read(card, {"sha256?": str}, advice).get("sha256")
     except ValueError as error:
         raise WeightsError(str(error)) from error
-    recorded = content.get("sha256") if isinstance(content, dict) else None
-    if not isinstance(recorded, str):  # some other JSON file
+    if recorded is None:  # some other JSON file
         return
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -133,21 +133,19 @@ def _read_pt(path: Path) -> dict[str, Tensor]:
             f"tensors, which could run code when read ({type(error).__name__}): save model.state_dict() alone, best as "
             "safetensors"
         ) from error
-    for _ in range(len(ENVELOPES)):  # a dictionary may contain itself
-        if not isinstance(content, Mapping):
-            break
-        if content and all(isinstance(value, Tensor) for value in content.values()):
-            for name, tensor in content.items():
-                if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-                    raise WeightsError(
-                        f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: "
-                        "save tensor.to_dense(), tensor.dequantize() or the loaded weights"
-                    )
-            return {str(name): tensor.detach() for name, tensor in content.items()}
-        content = next((content[key] for key in ENVELOPES if isinstance(content.get(key), Mapping)), None)
-    raise WeightsError(
-        f"{path} holds no state dict: expected names with tensors, or those under {' or '.join(map(repr, ENVELOPES))}"
-    )
+    for key in ENVELOPES:
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    if not (isinstance(content, Mapping) and content and all(isinstance(t, Tensor) for t in content.values())):
+        names = " or ".join(map(repr, ENVELOPES))
+        raise WeightsError(f"{path} holds no state dict: expected names with tensors, or those under {names}")
+    for name, tensor in content.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+            raise WeightsError(
+                f"{path}: {name} is a sparse, quantised, nested or meta tensor; expected ordinary numbers: save "
+                "tensor.to_dense(), tensor.dequantize() or the loaded weights"
+            )
+    return {str(name): tensor.detach() for name, tensor in content.items()}
 
 
 def _with_file_fields(

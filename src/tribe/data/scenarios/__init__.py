@@ -7,14 +7,14 @@
 To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `@register("name")`. See CONTRIBUTING.
 """
 
+from tribe.core.state import digest
 from tribe.data.scenarios.protocols import RealWorld
 from tribe.data.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Shuffled
-from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, Visit, register, registry
+from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, register, registry
 from tribe.data.scenarios.schedules import (
     Schedule,
     ScheduleFileError,
     class_counts,
-    digest,
     load,
     local_balance,
     played_labels,
@@ -38,7 +38,6 @@ __all__ = [
     "Schedule",
     "ScheduleFileError",
     "Shuffled",
-    "Visit",
     "class_counts",
     "create",
     "digest",

@@ -22,7 +22,7 @@ from tribe.data.scenarios.sampling import (
     deal,
     drain,
 )
-from tribe.data.scenarios.scenario import Scenario, Visit, register
+from tribe.data.scenarios.scenario import Scenario, register
 from tribe.data.scenarios.schedules import Schedule
 from tribe.fields import is_number, is_whole, require
 
@@ -176,7 +176,7 @@ class Recurring(Composed):
         require(is_whole(self.rounds, least=1), "rounds is how often the stream is played, at least 1", self.rounds)
         super().__post_init__()
 
-    def visits(self, order: Sequence[int]) -> list[Visit]:
+    def visits(self, order: Sequence[int]) -> list[int]:
         """Return all domains, N times."""
         return super().visits(order) * self.rounds
 
@@ -197,8 +197,6 @@ class MixedDomains(Composed):
             object.__setattr__(self, "weights", tuple(self.weights))
             fine = len(self.weights) > 0 and all(is_number(w) and w > 0 for w in self.weights)
             require(fine, "weights are numbers above 0, one per domain", self.weights)
-            same = self.domains is None or len(self.weights) == len(self.domains)
-            require(same, f"weights are one per domain of {self.domains}", self.weights)
         super().__post_init__()
 
     def mix(self, schedule: Schedule, rng: Random) -> Schedule:
@@ -249,9 +247,6 @@ class Severities(Composed):
             )
         return scenario
 
-    def _visit(self, base: int, step: int) -> Visit:
-        return Visit(base, base * len(self.severities) + step)
-
 
 @register("gradual")
 @dataclass(frozen=True)
@@ -265,9 +260,10 @@ class Gradual(Severities):
         "Su et al., Towards Real-World Test-Time Adaptation, AAAI 2024, 'Evaluation on gradually changing corruptions'"
     )
 
-    def visits(self, order: Sequence[int]) -> list[Visit]:
+    def visits(self, order: Sequence[int]) -> list[int]:
         """Return all domains at each severity."""
-        return [self._visit(base, step) for step in range(len(self.severities)) for base in order]
+        count = len(self.severities)
+        return [base * count + step for step in range(count) for base in order]
 
 
 @register("zigzag")
@@ -277,7 +273,7 @@ class Zigzag(Severities):
 
     paper = "Wang et al., Continual Test-Time Domain Adaptation, CVPR 2022, 'gradually changing'"
 
-    def visits(self, order: Sequence[int]) -> list[Visit]:
+    def visits(self, order: Sequence[int]) -> list[int]:
         """Up and down at each domain, the highest severity once."""
         up = list(range(len(self.severities)))
-        return [self._visit(base, step) for base in order for step in up + up[-2::-1]]
+        return [base * len(up) + step for base in order for step in up + up[-2::-1]]

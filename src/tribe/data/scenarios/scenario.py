@@ -2,9 +2,9 @@
 
 import dataclasses
 from abc import ABC
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from tribe.data.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled
 from tribe.data.scenarios.schedules import Schedule
 from tribe.fields import is_whole, plain_numbers, require
-from tribe.registry import Registry, nearest
+from tribe.registry import Registry
 
 registry: Registry["Scenario"] = Registry("scenario")
 register = registry.register
@@ -31,13 +31,6 @@ MNIST_C = (
 )
 
 
-class Visit(NamedTuple):
-    """A stretch of the stream."""
-
-    base: int  # the domain whose images are played
-    domain: int  # the domain they are played as; another one if a base domain has several severities
-
-
 @dataclass(frozen=True)
 class Scenario(ABC):
     """A stream protocol: it makes a schedule from labels alone, before any image is read.
@@ -50,7 +43,7 @@ class Scenario(ABC):
     domains: Sequence[str] | None = None  # names, in the order of the label sets
     _: KW_ONLY
     draw: Draw = "released"  # "released": the samplers of the paper's code; "paper": the paper's generative model
-    order: Literal["given", "random", "paper"] = "given"  # of the domains; "random" depends on the seed
+    order: Literal["given", "random"] = "given"  # of the domains; "random" depends on the seed
     classes: int | None = None  # K; None: the largest label + 1
 
     name: ClassVar[str]  # set by @register
@@ -62,14 +55,11 @@ class Scenario(ABC):
     def __post_init__(self) -> None:
         plain_numbers(self)
         require(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
-        require(self.order in ("given", "random", "paper"), "order is 'given', 'random' or 'paper'", self.order)
+        require(self.order in ("given", "random"), "order is 'given' or 'random'", self.order)
         require(self.classes is None or is_whole(self.classes, least=1), "classes is K, at least 1", self.classes)
         if self.domains is not None:
             object.__setattr__(self, "domains", _check_names(self.domains))
         _ = self.profile, self.local  # so that wrong numbers raise now, not when the stream is made
-        if self.order == "paper":
-            require(self.domains is not None, "order 'paper' needs the names of the domains", self.domains)
-            paper_order(self.domains or ())
 
     @property
     def profile(self) -> Profile:
@@ -102,9 +92,9 @@ class Scenario(ABC):
         """Return the same scenario on named domains, such as those of a data set."""
         return dataclasses.replace(self, domains=domains)
 
-    def visits(self, order: Sequence[int]) -> list[Visit]:
-        """Return the visits of the stream, given the order of the base domains."""
-        return [Visit(base, base) for base in order]
+    def visits(self, order: Sequence[int]) -> list[int]:
+        """Return the numbers of the domains in the order of the stream, given the order of the base domains."""
+        return list(order)
 
     def play(self, labels: Ints, classes: int, rng: Random) -> Ints:
         """Choose and order the images of one visit, given the labels in file order."""
@@ -135,9 +125,8 @@ class Scenario(ABC):
         order = list(range(len(bases)))
         if self.order == "random":  # another generator, so that the samples of a domain do not depend on `order`
             order = Random([seed, 1]).permutation(len(bases)).tolist()
-        elif self.order == "paper":
-            order = paper_order(self.domains or ())
-        for base, domain in self.visits(order):
+        for domain in self.visits(order):
+            base = domain // len(self.variants)
             if base not in drawn or self.redraw:
                 drawn[base] = self.play(bases[base], classes, rng)
                 if not len(drawn[base]):
@@ -171,25 +160,6 @@ class Scenario(ABC):
             if not torch.equal(y, checked[first]):
                 raise ValueError(f"{names[i]} has other labels than {names[first]}; expected the same images")
         return checked[::each]
-
-
-def paper_order(names: Iterable[str]) -> list[int]:
-    """Positions of the names in the order of the paper; severities of one corruption keep their order.
-
-    The names are looked up in CIFAR-C (and ImageNet-C) if it has all of them, else in MNIST-C.
-
-    >>> paper_order(["fog@5", "snow@5", "motion_blur@5"])
-    [2, 1, 0]
-    """
-    plain = [name.partition("@")[0] for name in names]
-    for table in (CIFAR_C, MNIST_C):
-        if set(plain) <= set(table):
-            return sorted(range(len(plain)), key=lambda i: table.index(plain[i]))
-    known = {*CIFAR_C, *MNIST_C}
-    for name in plain:
-        if name not in known:
-            raise ValueError(f"the paper has no domain {name!r}: {nearest(name, known)}")
-    raise ValueError("no corruption set of the paper holds all these domains: some are of CIFAR-C, some of MNIST-C")
 
 
 def _check_names(domains: Any) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.core.state import digest
 from tribe.io.arrays import read_npz
 from tribe.io.files import write_atomically
 
@@ -28,9 +27,6 @@ class ScheduleFileError(ValueError):
     """A schedule file that cannot be used, and why."""
 
 
-DTYPES = {"domain": np.dtype(np.int64), "index": np.dtype(np.int64), "reset": np.dtype(np.bool_)}
-
-
 def save(path: str | PathLike[str], schedule: Schedule) -> None:
     """Write a schedule as npz; an interrupted write leaves the old file."""
     buffer = io.BytesIO()
@@ -43,20 +39,16 @@ def load(path: str | PathLike[str]) -> Schedule:
     if not Path(path).is_file():
         raise FileNotFoundError(f"no schedule file at {path}")
     try:
-        arrays = read_npz(path, {name: dtype.kind for name, dtype in DTYPES.items()})
+        arrays = read_npz(path, {"domain": "i", "index": "i", "reset": "b"})
     except ValueError as error:
         raise ScheduleFileError(
             f"{path} is not a schedule, or it was cut short ({error}); expected one written by scenarios.save"
         ) from error
-    for name, array in arrays.items():
-        if array.dtype != DTYPES[name] or array.ndim != 1 or len(array) != len(arrays["domain"]):
-            raise ScheduleFileError(
-                f"{path}: {name} is {array.dtype} of shape {array.shape}; expected {DTYPES[name]} of shape "
-                f"({len(arrays['domain'])},)"
-            )
-        if name != "reset" and len(array) and array.min() < 0:
-            raise ScheduleFileError(f"{path}: {name} holds {array.min()}; expected nothing below 0")
-    return Schedule(*(torch.from_numpy(arrays[name]) for name in Schedule._fields))
+    domain, index, reset = (torch.from_numpy(arrays[name]) for name in Schedule._fields)
+    for name, numbers in (("domain", domain), ("index", index)):
+        if bool((numbers < 0).any()):
+            raise ScheduleFileError(f"{path}: {name} holds {numbers.min()}; expected nothing below 0")
+    return Schedule(domain.long(), index.long(), reset)
 
 
 def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
@@ -100,6 +92,3 @@ def local_balance(schedule: Schedule, labels: Sequence[Tensor], window: int = 64
     even = size[:, None] // classes + (torch.arange(classes) < size[:, None] % classes)
     entropy, most = (torch.special.entr(n.double() / size[:, None]).sum(1) for n in (counts, even))
     return torch.where(most > 0, entropy / most, 0.0).where(size > 0, math.nan)
-
-
-__all__ = ["Schedule", "ScheduleFileError", "class_counts", "digest", "load", "local_balance", "played_labels", "save"]
