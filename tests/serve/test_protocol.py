@@ -245,7 +245,7 @@ def test_every_error_has_a_status_and_words():
 
 
 def plainly(body, kind="", query=None, max_pixels=10**6, model=MODEL):
-    return plain.decode_predict(bytearray(body), kind, query or {}, model, stream="cam", max_pixels=max_pixels)
+    return plain.decode_predict(bytearray(body), kind, query or {}, model, max_pixels, "cam")
 
 
 def test_a_picture_is_read_with_its_exact_pixels():

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tribe.serve.config import Policy
 from tribe.serve.errors import Overloaded
-from tribe.serve.scheduler import BatchTimes, Job, JobState, Scheduler
+from tribe.serve.scheduler import WAITING, BatchTimes, Job, JobState, Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -386,7 +386,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(choice=st.randoms())
     def client_goes_away(self, choice):
-        waiting = [each for each in self.jobs if each.is_waiting]
+        waiting = [each for each in self.jobs if each.state in WAITING]
         if waiting and self.sched.answer(each := choice.choice(waiting)):
             self.finish(each)
 
@@ -444,7 +444,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def counts_agree_with_the_states_of_the_requests(self):
         sched, queued = self.sched, [each for each in self.jobs if each.queued]
-        assert sched.waiting == sum(each.is_waiting for each in self.jobs) <= 6
+        assert sched.waiting == sum(each.state in WAITING for each in self.jobs) <= 6
         assert {each for each in self.jobs if each.state is JobState.DONE} == self.ended & set(self.jobs)
         assert set(sched.backlog) == {each for each in queued if each.state is not JobState.STEP}
         assert sched.backlog_bytes == sum(each.images.nbytes for each in sched.backlog) <= 200
@@ -461,7 +461,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A request without an answer is in a queue, to be predicted, or in a batch that runs."""
         running = [batch.jobs for batch in (self.sched.stepping, self.sched.predicting) if batch]
         places = {*self.sched.predictions, *(each for batch in running for each in batch)}
-        assert all(each.queued or each in places for each in self.jobs if each.is_waiting)
+        assert all(each.queued or each in places for each in self.jobs if each.state in WAITING)
 
     def teardown(self):
         """At the end everything can be answered, and nothing is left."""

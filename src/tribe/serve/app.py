@@ -1,8 +1,8 @@
-"""The web application: a Starlette application of one worker, with its middleware and the handler of each path."""
+"""The web application: a Starlette application of one worker, with the handler of each path."""
 
 import asyncio
 import zlib
-from collections import Counter as Tally
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -10,20 +10,15 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tribe.serve import errors, plain, protocol
 from tribe.serve.errors import BadRequest, NotFound, ServeError
-from tribe.serve.protocol import VERSION, InferRequest
-from tribe.serve.security import Access
+from tribe.serve.protocol import VERSION
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
 
@@ -41,8 +36,11 @@ SINGLE = (  # headers of which a request may have one only: a proxy may read the
 )
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot", "rollback")  # on a stream
-PAGE = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
-PAGE_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+PAGE = {  # path -> file, type
+    "/": ("page.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+}
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -81,13 +79,11 @@ class App(Starlette):
     """
 
     def __init__(self, service: Service) -> None:
-        registry = CollectorRegistry()
-        counter = Counter("tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=registry)
-        self.handlers = Handlers(service, registry)
+        self.handlers = handlers = Handlers(service)
+        kinds = (ServeError, ClientDisconnect, HTTPException, Exception)
         super().__init__(
-            routes=_routes(self.handlers),
-            middleware=[Middleware(CountResponses, counter), Middleware(CheckSite, service.access)],
-            exception_handlers=dict.fromkeys((ServeError, ClientDisconnect, HTTPException, Exception), _answer_error),
+            routes=_routes(handlers),
+            exception_handlers=dict.fromkeys(kinds, handlers.error),
             lifespan=lambda _: service.running(),
         )
         self.router.redirect_slashes = False
@@ -96,17 +92,25 @@ class App(Starlette):
 def _routes(handlers: "Handlers") -> list[Route]:
     """Return the routes; those that take most requests first."""
 
+    def route(method: str, path: str, handler: Handler, public: bool = False) -> Route:
+        async def answer(request: Request) -> Response:
+            handlers.check(request, public)
+            response = await handler(request)
+            handlers.responses.labels(response.status_code).inc()
+            return response
+
+        return Route(path, answer, methods=[method])
+
     def public(path: str, handler: Handler) -> Route:
-        return Route(path, handler, methods=["GET"])
+        return route("GET", path, handler, public=True)
 
-    def route(method: str, path: str, handler: Handler) -> Route:
-        async def with_user(request: Request) -> Response:
-            request.scope["user"] = handlers.service.access.identify(request.headers.get("authorization"))
-            return await handler(request)
+    def constant(path: str, value: Any) -> Route:
+        async def answer(request: Request) -> Response:
+            return as_json(value)
 
-        return Route(path, with_user, methods=[method])
+        return public(path, answer)
 
-    stream = "/v1/streams/{stream}"
+    stream, served = "/v1/streams/{stream}", handlers.model
     models = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     return [
         *(route("POST", f"{model}/infer", handlers.infer) for model in models),
@@ -114,10 +118,10 @@ def _routes(handlers: "Handlers") -> list[Route]:
         route("POST", "/v1/predict", handlers.predict),
         public("/v2/health/live", handlers.live),
         public("/v2/health/ready", handlers.ready),
-        public("/v2", handlers.server),
-        *(public(model, handlers.model_metadata) for model in models),
-        *(public(f"{model}/ready", handlers.model_ready) for model in models),
-        *(public(f"{model}/config", handlers.model_config) for model in models),
+        constant("/v2", protocol.server_metadata()),
+        *(constant(model, protocol.model_metadata(served)) for model in models),
+        *(public(f"{model}/ready", handlers.ready) for model in models),
+        *(constant(f"{model}/config", protocol.model_config(served)) for model in models),
         route("GET", "/v1/streams", handlers.streams),
         route("GET", "/v1/events", handlers.events),
         route("GET", stream, handlers.stream),
@@ -132,82 +136,9 @@ def _routes(handlers: "Handlers") -> list[Route]:
     ]
 
 
-# -- answers and middleware --------------------------------------------------------------------------------------------
-
-
 def as_json(value: Any, status: int = 200) -> Response:
     """Return an answer in JSON: a number that is not finite becomes null, a value of another type a text."""
     return Response(msgspec.json.encode(value, enc_hook=str), status, media_type=JSON)
-
-
-def error_response(scope: Scope, error: ServeError) -> Response:
-    """Return the answer for an error; uvicorn reads and drops what is left of the body."""
-    response = as_json({"error": str(error)}, error.status)
-    response.headers.update(error.headers)
-    if any(name == b"expect" for name, _ in scope["headers"]):  # the client may not send the body that it announced
-        response.headers["connection"] = "close"
-    return response
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer to an error of a handler, or of routing; uvicorn logs an unexpected one."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # it is counted; nothing is sent
-    path = request.url.path[:80]
-    if isinstance(error, HTTPException) and error.status_code == 405:
-        routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
-        allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
-        error = errors.WrongMethod(f"{path!r} has no {request.method}; expected {allowed}", allowed)
-    elif isinstance(error, HTTPException):
-        words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
-        error = errors.NotFound(words)
-    elif not isinstance(error, ServeError):
-        error = ServeError(errors.UNEXPECTED)
-    return error_response(request.scope, error)
-
-
-class CountResponses:
-    """Count the answers by their status, the label of the counter."""
-
-    def __init__(self, app: ASGIApp, counter: Counter) -> None:
-        self.app, self.counter = app, counter
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.counter.labels(message["status"]).inc()
-            await send(message)
-
-        try:
-            await self.app(scope, receive, counted)
-        except Exception:  # Starlette answers with 500
-            self.counter.labels(500).inc()
-            raise
-
-
-class CheckSite:
-    """Refuse repeated headers, pages of other sites, and names of other hosts."""
-
-    def __init__(self, app: ASGIApp, access: Access) -> None:
-        self.app, self.access = app, access
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        app = self.app
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            try:
-                if len(names := headers.keys()) > len(set(names)):
-                    counts = Tally(names)
-                    for name in SINGLE:
-                        if counts[name] > 1:
-                            raise BadRequest(f"the header {name} occurs {counts[name]} times; expected once")
-                self.access.check_site(headers.get("host", ""), headers.get("origin"))
-            except ServeError as error:
-                app = error_response(scope, error)
-        await app(scope, receive, send)
 
 
 class Bodies:
@@ -280,26 +211,62 @@ def decompress(body: bytearray, encoding: str, limit: int) -> bytearray:
 class Handlers:
     """The handler of each path."""
 
-    def __init__(self, service: Service, registry: CollectorRegistry) -> None:
+    def __init__(self, service: Service) -> None:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
+        self.responses = self.worker.metrics.responses
         self.bodies = Bodies(service.limits.bodies)
         self.closing = asyncio.Event()  # set when the server begins to stop
-        self._registry = registry
-        self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, name in PAGE.items()}
+        self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
+
+    def check(self, request: Request, public: bool) -> None:
+        """Refuse wrong headers and names, pages of other sites and, unless the path is public, unknown users."""
+        headers, access, names = request.headers, self.service.access, request.path_params
+        if len(given := headers.keys()) > len(set(given)):
+            for name, count in Counter(given).items():
+                if count > 1 and name in SINGLE:
+                    raise BadRequest(f"the header {name} occurs {count} times; expected once")
+        access.check_site(headers.get("host", ""), headers.get("origin"))
+        if not public:
+            request.scope["user"] = access.identify(headers.get("authorization"))
+        if "model" in names:
+            self.model.check(names["model"], names.get("version", VERSION))
+        if "stream" in names:
+            try:
+                check_stream_name(names["stream"])
+            except ValueError as error:
+                raise BadRequest(str(error)) from None
+
+    async def error(self, request: Request, error: Exception) -> Response:
+        """Answer an error of a handler or of routing; uvicorn drops the rest of the body and logs an unexpected one."""
+        path = request.url.path[:80]
+        if isinstance(error, HTTPException) and error.status_code == 405:
+            routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
+            allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
+            error = errors.WrongMethod(f"{path!r} has no {request.method}; expected {allowed}", allowed)
+        elif isinstance(error, HTTPException):
+            words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
+            error = NotFound(words)
+        elif not isinstance(error, ServeError | ClientDisconnect):
+            error = ServeError(errors.UNEXPECTED)
+        if isinstance(error, ServeError):
+            response = as_json({"error": str(error)}, error.status)
+            response.headers.update(error.headers)
+        else:
+            response = Response(status_code=499)  # it is counted; nothing is sent
+        if "expect" in request.headers:  # the client may not send the body that it announced
+            response.headers["connection"] = "close"
+        self.responses.labels(response.status_code).inc()
+        return response
 
     async def infer(self, request: Request) -> Response:
         """Answer POST /v2/models/{model}/infer."""
-        self._check_model(request)
         arrived = asyncio.get_running_loop().time()
         head_size, stream = (request.headers.get(n) for n in ("inference-header-content-length", "x-tribe-stream"))
-
-        def decode(body: bytearray) -> InferRequest:
-            return protocol.decode_infer(body, head_size, self.model, stream)
-
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             in_thread = len(body) > (LARGE_JSON if head_size is None else LARGE)
-            asked = await asyncio.to_thread(decode, body) if in_thread else decode(body)
-            del body
+            decode = partial(protocol.decode_infer, body, head_size, self.model, stream)
+            asked = await asyncio.to_thread(decode) if in_thread else decode()
+            del body, decode
             result = await self.service.infer(asked, request.user, arrived)
         if result.logits.numel() > MANY:
             content, size = await asyncio.to_thread(protocol.encode_infer, result, asked, self.model)
@@ -312,15 +279,11 @@ class Handlers:
     async def predict(self, request: Request) -> Response:
         """Answer POST /v1/predict and /v1/streams/{stream}/predict; a stream begins with its first images."""
         arrived = asyncio.get_running_loop().time()
-        stream = _stream(request) if "stream" in request.path_params else None
         headers, query = request.headers, _single(request)
-
-        def decode(body: bytearray) -> InferRequest:
-            kind, given, pixels = headers.get("content-type", ""), headers.get("x-request-id"), self.limits.pixels
-            return plain.decode_predict(body, kind, query, self.model, stream=stream, id=given, max_pixels=pixels)
-
+        kind, id = headers.get("content-type", ""), headers.get("x-request-id")
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
-            asked = await asyncio.to_thread(decode, body)
+            options = kind, query, self.model, self.limits.pixels, request.path_params.get("stream"), id
+            asked = await asyncio.to_thread(plain.decode_predict, body, *options)
             del body
             result = await self.service.infer(asked, request.user, arrived)
         if plain.NPY in headers.get("accept", ""):
@@ -332,30 +295,8 @@ class Handlers:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        """Answer GET /v2/health/ready: requests are accepted."""
+        """Answer GET /v2/health/ready and that of the model: requests are accepted."""
         return Response(status_code=200 if self.service.ready else 503)
-
-    async def server(self, request: Request) -> Response:
-        """Answer GET /v2."""
-        return as_json(protocol.server_metadata())
-
-    async def model_metadata(self, request: Request) -> Response:
-        """Answer GET /v2/models/{model}."""
-        self._check_model(request)
-        return as_json(protocol.model_metadata(self.model))
-
-    async def model_ready(self, request: Request) -> Response:
-        """Answer GET /v2/models/{model}/ready."""
-        self._check_model(request)
-        return await self.ready(request)
-
-    async def model_config(self, request: Request) -> Response:
-        """Answer GET /v2/models/{model}/config."""
-        self._check_model(request)
-        return as_json(protocol.model_config(self.model))
-
-    def _check_model(self, request: Request) -> None:
-        self.model.check(request.path_params["model"], request.path_params.get("version", VERSION))
 
     async def streams(self, request: Request) -> Response:
         """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
@@ -368,7 +309,7 @@ class Handlers:
 
     async def stream(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}."""
-        return as_json(self.service.describe(_stream(request), request.user))
+        return as_json(self.service.describe(request.path_params["stream"], request.user))
 
     async def control(self, request: Request, action: str) -> Response:
         """Answer PUT and DELETE /v1/streams/{stream}, and POST of an action on it.
@@ -380,18 +321,18 @@ class Handlers:
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
                 arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
-        return as_json(await self.service.control(action, _stream(request), request.user, **arguments))
+        return as_json(await self.service.control(action, request.path_params["stream"], request.user, **arguments))
 
     async def get_state(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""
-        name = _stream(request)
+        name = request.path_params["stream"]
         content = await self.service.get_state(name, request.user)
         shown = {"content-disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, headers=shown, media_type=plain.SAFETENSORS)
 
     async def put_state(self, request: Request) -> Response:
         """Answer PUT /v1/streams/{stream}/state: replace the state by that of a file."""
-        name = _stream(request)
+        name = request.path_params["stream"]
         request.user.check("put_state", name)  # before a large body is read
         async with self.bodies.read(request, self.limits.state, self.limits.state_seconds) as body:
             content = await asyncio.to_thread(bytes, body)
@@ -400,7 +341,7 @@ class Handlers:
 
     async def thumbnail(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""
-        name, thumbnails = _stream(request), self.service.thumbnails
+        name, thumbnails = request.path_params["stream"], self.service.thumbnails
         request.user.check("see", name)
         if not thumbnails.limit:
             raise NotFound("this server keeps no thumbnails; tribe serve --set limits.thumbnails=33554432 keeps 32 MB")
@@ -445,22 +386,12 @@ class Handlers:
             raise errors.Forbidden(
                 f"the token {token.name!r} is for some streams; GET /metrics needs one for all streams"
             )
-        text = self.worker.metrics_text(_query(request, MetricsQuery).streams)
-        return Response(text.encode() + generate_latest(self._registry), media_type=METRICS)
+        return Response(self.worker.metrics_text(_query(request, MetricsQuery).streams), media_type=METRICS)
 
     async def page(self, request: Request) -> Response:
         """Answer GET /, /page.css and /page.js: the page for people."""
         path = request.url.path
-        kind = PAGE_TYPES[PAGE[path].rpartition(".")[2]]
-        return Response(self._page[path], headers=PAGE_HEADERS, media_type=kind)
-
-
-def _stream(request: Request) -> str:
-    """Return the checked name of the stream in the path."""
-    try:
-        return check_stream_name(request.path_params["stream"])
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+        return Response(self._page[path], headers=PAGE_HEADERS, media_type=PAGE[path][1])
 
 
 def _single(request: Request) -> dict[str, str]:

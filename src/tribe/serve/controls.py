@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -160,7 +161,7 @@ class Controls:
             async with self.runtime.hold(name):
                 await self.sessions.claim_anew(session)
                 await self._change(session, change)
-                session.recent = dict.fromkeys(requests)
+                session.recent = deque(requests, self.policy.requests)
         except NotOwner as error:
             if session.claim is not None:
                 await self.sessions.lose(session, str(error))

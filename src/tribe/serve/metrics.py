@@ -46,21 +46,21 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._common = (model, "1")
         self._labels = dict(zip(COMMON, self._common, strict=True))
-        self._requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
-        for outcome in (*ANSWERED, *REASONS):
-            self._requests.labels(*self._common, outcome)
+        requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
+        self.requests = {outcome: requests.labels(*self._common, outcome) for outcome in (*ANSWERED, *REASONS)}
         self._images = 0  # in requests that were answered
         self._queue = self._histogram("tribe_queue_seconds", "Time that requests waited for their batch.")
         self._request = self._histogram("tribe_request_seconds", "Time from the arrival of a request to its answer.")
-        self._batches = {
-            "step": self._histogram("tribe_step_seconds", "Duration of steps."),
-            "predict": self._histogram("tribe_predict_seconds", "Duration of predictions."),
-        }
+        self.step_seconds = self._histogram("tribe_step_seconds", "Duration of steps.")
+        self.predict_seconds = self._histogram("tribe_predict_seconds", "Duration of predictions.")
         self.batch_streams = self._histogram("tribe_batch_streams", "Streams in a step.", COUNTS)
         self.writes = self._total("tribe_writes_total", "States that were stored.")
         self.write_bytes = self._total("tribe_write_bytes_total", "Bytes of states that were stored.")
         self.fenced = self._total("tribe_fenced_writes_total", "Refused writes: another worker owns the stream.")
         self.store_errors = self._total("tribe_store_errors_total", "Calls of the store that failed.")
+        self.responses = Counter(
+            "tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=self.registry
+        )
         self._alarms = self._counter("tribe_alarms_total", "Alarms that began, by kind.", "kind")
         self.held = self._total("tribe_guard_held_images_total", "Images that the guard excluded from learning.")
         self.returned = self._total("tribe_guard_returns_total", "Returns of streams to a good state by the guard.")
@@ -77,17 +77,9 @@ class Metrics:
     def answered(self, outcome: str, images: int, arrived: float, launched: float, now: float) -> None:
         """Count a request that was answered; ``outcome`` is one of `ANSWERED`."""
         self._images += images
-        self._requests.labels(*self._common, outcome).inc()
+        self.requests[outcome].inc()
         self._request.observe(now - arrived)
         self._queue.observe(launched - arrived)
-
-    def refused(self, outcome: str) -> None:
-        """Count a request that was not answered; ``outcome`` is one of `REASONS`."""
-        self._requests.labels(*self._common, outcome).inc()
-
-    def ran(self, kind: str, seconds: float) -> None:
-        """Count a batch; ``kind`` is "step" or "predict"."""
-        self._batches[kind].observe(seconds)
 
     def alarm_began(self, kind: str) -> None:
         """Count an alarm."""
@@ -167,9 +159,8 @@ class Events:
 
     def __init__(self, keep: int) -> None:
         self.kept: deque[ServeEvent] = deque(maxlen=keep)
-        self._subscribers: dict[int, deque[ServeEvent]] = {}
-        self._changed = asyncio.Event()
-        self.closed = False
+        self._subscribers: list[tuple[deque[ServeEvent], asyncio.Event]] = []
+        self._closed = False
 
     def add(
         self, kind: str, words: str, stream: str | None = None, level: int = logging.INFO, **numbers: float
@@ -177,33 +168,29 @@ class Events:
         """Add an event to the log, send it to every subscriber, and log it with its parts as attributes."""
         event = ServeEvent(time.time(), stream, kind, words, numbers)
         self.kept.append(event)
-        for queue in self._subscribers.values():
+        for queue, arrived in self._subscribers:
             queue.append(event)  # a subscriber that is too slow loses its oldest
-        self._wake()
+            arrived.set()
         extra: dict[str, Any] = {"stream": stream, "kind": kind, "numbers": numbers}
         log.log(level, "%s%s", f"{printable(stream)}: " if stream is not None else "", words, extra=extra)
 
     def close(self) -> None:
         """End all subscriptions."""
-        self.closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._closed = True
+        for _, arrived in self._subscribers:
+            arrived.set()
 
     async def listen(self) -> AsyncIterator[ServeEvent]:
         """Yield the events of the log, then every new one until `close`."""
-        queue: deque[ServeEvent] = deque(self.kept, maxlen=self.kept.maxlen)
-        self._subscribers[id(queue)] = queue
+        subscriber = queue, arrived = deque(self.kept, maxlen=self.kept.maxlen), asyncio.Event()
+        self._subscribers.append(subscriber)
         try:
             while True:
-                changed = self._changed
+                arrived.clear()
                 while queue:
                     yield queue.popleft()
-                if self.closed:
+                if self._closed:
                     return
-                if changed is self._changed:
-                    await changed.wait()
+                await arrived.wait()
         finally:
-            del self._subscribers[id(queue)]
+            self._subscribers.remove(subscriber)

@@ -40,10 +40,9 @@ def decode_predict(
     content_type: str,
     query: Mapping[str, str],
     model: ModelInfo,
-    *,
+    max_pixels: int,
     stream: str | None,
     id: str | None = None,
-    max_pixels: int,
 ) -> InferRequest:
     """Return the request in a body, which is a picture, an npy array or a safetensors file.
 
@@ -52,9 +51,9 @@ def decode_predict(
         content_type: the value of the header Content-Type; empty or general: the first bytes decide.
         query: the parameters of the URL, see `PredictQuery`.
         model: the model that the images are for.
+        max_pixels: of a picture; a larger one is refused before it is decoded.
         stream: the checked name of the stream.
         id: the value of the header X-Request-Id.
-        max_pixels: of a picture; a larger one is refused before it is decoded.
     """
     options = protocol.convert(dict(query), PredictQuery, "the query of the URL", strict=False)
     kind = _kind(body, content_type)

@@ -125,19 +125,19 @@ class InferParameters(msgspec.Struct):
 
 
 class TensorParameters(msgspec.Struct):
-    """Parameters of an input or an output."""
+    """Parameters of an input or an output; of those that are not supported only null is read."""
 
     binary_data_size: int | None = None
     binary_data: bool | None = None
-    shared_memory_region: Any = None
-    classification: Any = None
+    shared_memory_region: None = None
+    classification: None = None
 
 
 class InputTensor(msgspec.Struct):
     """The input of a request."""
 
     name: str
-    shape: list[int]
+    shape: tuple[int, ...]
     datatype: str
     parameters: TensorParameters | None = None
     data: list[Any] | None = None
@@ -211,8 +211,8 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
     for output in head.outputs or ():
         if output.name != model.output:
             raise BadRequest(f"no output {output.name[:40]!r}; expected {model.output!r}")
-        if (chosen := _supported(output.parameters).binary_data) is not None:
-            binary = chosen
+        if output.parameters is not None and output.parameters.binary_data is not None:
+            binary = output.parameters.binary_data
     images = _read_images(head.inputs, content, model)
     named = parameters.sequence_id
     try:  # Triton's clients send 0 or "" for no sequence
@@ -227,21 +227,13 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
     return InferRequest(images, other, id, start, end, parameters.timeout, parameters.tribe_learn, binary)
 
 
-def _supported(parameters: TensorParameters | None) -> TensorParameters:
-    parameters = parameters or TensorParameters()
-    for name in ("shared_memory_region", "classification"):
-        if getattr(parameters, name) is not None:
-            raise BadRequest(f"the parameter {name} is not supported: send and receive tensors in the body")
-    return parameters
-
-
 def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -> Tensor:
     """Return the images of a request from writable bytes, little-endian and row by row, or from its JSON."""
     if len(inputs) != 1 or inputs[0].name != INPUT:
         names = ", ".join(repr(each.name[:40]) for each in inputs[:4]) or "none"
         raise BadInput(f"the inputs are {names}; expected one input with the name {INPUT!r}")
     given = inputs[0]
-    shape, size = tuple(given.shape), _supported(given.parameters).binary_data_size
+    shape, size = given.shape, None if given.parameters is None else given.parameters.binary_data_size
     model.check_images(shape)
     if given.datatype not in DATATYPES:
         raise BadInput(f"the images have the datatype {given.datatype[:20]!r}; {EXPECTED}")

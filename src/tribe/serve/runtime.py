@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,7 +45,7 @@ class StreamSession:
     mark: Mark | None = None  # of the stored state that a follower has
     looked_up: float | None = None  # when the store was last asked
     loaded: bool = True  # whether the fleet has a state of it; without one the source model predicts
-    recent: dict[str, None] = field(default_factory=dict)  # ids of the last requests that its state has learned
+    recent: deque[str] = field(default_factory=deque)  # ids of the last requests that its state has learned
     clock: int = 0  # steps that its state has taken
     report: dict[str, Any] = field(default_factory=dict)  # after the last step; see `read_reports`
     dirty_since: float | None = None  # when the oldest step was taken that no write has begun to store
@@ -85,15 +86,6 @@ class StreamSession:
         """Replace the report, and the clock that it contains."""
         self.report, self.clock = report, report.get("steps", self.clock)
 
-    def note_learned(self, request_id: str | None, most: int) -> None:
-        """Add the id of a learned request to the recent ones, of which there are at most ``most``."""
-        if request_id is None:
-            return
-        self.recent.pop(request_id, None)
-        self.recent[request_id] = None
-        while len(self.recent) > most:
-            del self.recent[next(iter(self.recent))]
-
     def renewed(self, claim: Claim, asked: float, lease: float, margin: float) -> None:
         """Note that the store has confirmed the claim; it was asked at ``asked`` by this worker's clock."""
         self.claim, self.role, self.learn_until = claim, "owned", asked + lease - margin
@@ -127,9 +119,9 @@ class Runtime:
         self.threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in get_args(Thread)}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, thread: Thread, function: Callable[[], T]) -> T:
-        """Run a function in a thread, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads[thread], function)
+    def run(self, thread: Thread, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Run a function in a thread, and return a future of its result."""
+        return asyncio.get_running_loop().run_in_executor(self.threads[thread], function)
 
     @contextlib.asynccontextmanager
     async def hold(self, stream: str) -> AsyncIterator[None]:

@@ -38,6 +38,9 @@ class JobState(Enum):
     DONE = "done"  # has an answer or an error
 
 
+WAITING = (JobState.STEP, JobState.PREDICTION)  # offered, and without an answer
+
+
 @dataclass(eq=False, slots=True)
 class Job:
     """A request. The scheduler changes its state while it waits."""
@@ -60,19 +63,9 @@ class Job:
         self.size = self.images.shape[0]
 
     @property
-    def is_waiting(self) -> bool:
-        """Return whether it was offered and has no answer."""
-        return self.state in (JobState.STEP, JobState.PREDICTION)
-
-    @property
     def awaits_step(self) -> bool:
         """Return whether it is in a queue, and its answer comes from a step."""
         return self.queued and self.state is JobState.STEP
-
-    @property
-    def in_backlog(self) -> bool:
-        """Return whether it is in a queue only to be learned: its answer does not come from a step."""
-        return self.queued and self.state is not JobState.STEP
 
 
 @dataclass(eq=False, slots=True)
@@ -216,19 +209,20 @@ class Scheduler:
 
     def _move(self, job: Job, state: JobState, queued: bool) -> None:
         """Change the state of a job, and the counts and the backlog that follow from it."""
-        waited, awaited, was_in_backlog = job.is_waiting, job.awaits_step, job.in_backlog
+        self.waiting += (state in WAITING) - (job.state in WAITING)
+        awaited = job.awaits_step
         job.state, job.queued = state, queued
-        self.waiting += job.is_waiting - waited
         if change := job.awaits_step - awaited:
             self._awaiting += change
             self.queues[job.stream].awaiting += change
-        if change := job.in_backlog - was_in_backlog:
-            self.backlog_bytes += change * job.images.nbytes
-            if change < 0:
-                del self.backlog[job]
-            else:
-                self.backlog[job] = None
-                self._trim_backlog(job)
+        in_backlog = queued and state is not JobState.STEP  # only to be learned: its answer does not come from a step
+        if in_backlog and job not in self.backlog:
+            self.backlog[job] = None
+            self.backlog_bytes += job.images.nbytes
+            self._trim_backlog(job)
+        elif not in_backlog and job in self.backlog:
+            del self.backlog[job]
+            self.backlog_bytes -= job.images.nbytes
 
     def _trim_backlog(self, newest: Job) -> None:
         """Drop the oldest of the backlog, and of the newest request's queue, beyond the limits of the policy."""
@@ -239,7 +233,7 @@ class Scheduler:
         jobs = self.queues[newest.stream].jobs
         together = min(len(self.queues), self.policy.streams)  # a round of steps learns one request of each stream
         takes = self.times.expect("step", newest.size * together)
-        while len(jobs) > 1 and len(jobs) * takes > self.policy.backlog_seconds and jobs[0].in_backlog:
+        while len(jobs) > 1 and len(jobs) * takes > self.policy.backlog_seconds and jobs[0] in self.backlog:
             self._drop(jobs[0], "full")
 
     def _queue_prediction(self, job: Job, queued: bool = True) -> None:
@@ -352,7 +346,7 @@ class Scheduler:
 
     def next_prediction(self, now: float) -> tuple[list[Job], Refused]:
         """Return the requests to predict together now, which may be none, and those that would be late."""
-        if self.predicting is not None:
+        if self.predicting is not None or not self.predictions:
             return [], {}
         candidates, later, late = list[Job](), list[Job](), list[Job]()
         names, size = set[str | None](), 0

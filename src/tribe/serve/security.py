@@ -11,7 +11,7 @@ to this machine alone by default.
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -43,17 +43,13 @@ class Token:
     images_per_second: float | None = None  # to learn from; the others are only predicted. None: all
 
 
-@dataclass
 class Principal:
     """A token in use, with the images that it may still learn from."""
 
-    token: Token
-    clock: Callable[[], float] = time.monotonic
-    _balance: float = field(default=0.0, init=False)  # images that may be learned from now; below zero: a debt
-    _counted: float = field(default=0.0, init=False)  # the time of the balance
-
-    def __post_init__(self) -> None:
-        self._balance, self._counted = self.token.images_per_second or 0.0, self.clock()
+    def __init__(self, token: Token, clock: Callable[[], float] = time.monotonic) -> None:
+        self.token, self.clock = token, clock
+        self._balance = token.images_per_second or 0.0  # images that may be learned from now; below zero: a debt
+        self._counted = clock()  # the time of the balance
 
     def can(self, action: str) -> bool:
         """Return whether the role permits an action."""
@@ -76,10 +72,12 @@ class Principal:
             )
 
     def may_learn(self, images: int) -> bool:
-        """Return whether images may be learned from now, within the rate; if so, they count.
+        """Return whether images may be learned from now, by the role and within the rate; if so, they count.
 
         A batch is never too large: it may lead into a debt, which later ones wait for.
         """
+        if not self.can("learn"):
+            return False
         rate = self.token.images_per_second
         if rate is None:
             return True

@@ -15,7 +15,9 @@ import os
 import re
 import secrets
 import socket
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from tribe.io import states
@@ -42,56 +44,51 @@ class LookupResult(NamedTuple):
 
     claim: Claim | None  # this worker's; None: another worker owns the stream
     stored: Stored | None  # its state; None: there is none, or the follower has it already
-    mark: Mark | None  # of the owner's state
-    damage: str | None = None  # why the last state could not be used, and the one before it was
+    damage: str | None  # why the last state could not be used, and the one before it was
+    mark: Mark | None = None  # of the owner's state
 
 
 def look_up(store: StreamStore, stream: str, owner: str, lease: float, mark: Mark | None = None) -> LookupResult:
     """Claim a stream and read its state; if another worker owns it, read its last state unless ``mark`` is of that."""
-    entry = store.entry(stream)
+    entry = store.entry(stream)  # first: reading waits for no other worker
     if entry is None or not entry.held or entry.owner == owner:
-        claim = store.claim(stream, owner, lease)
-        if claim is not None:
-            stored, damage = read_intact(store, stream)
-            return LookupResult(claim, stored, None, damage)
+        if (claim := store.claim(stream, owner, lease)) is not None:
+            return LookupResult(claim, *read_intact(store, stream))
         entry = store.entry(stream)
     new = None if entry is None else (entry.generation, entry.clock, entry.written)
     if entry is None or entry.written is None or new == mark:
-        return LookupResult(None, None, new)
-    stored, damage = read_intact(store, stream)
-    return LookupResult(None, stored, new, damage)
+        return LookupResult(None, None, None, new)
+    return LookupResult(None, *read_intact(store, stream), new)
 
 
 def read_intact(store: StreamStore, stream: str) -> tuple[Stored | None, str | None]:
-    """Return the last state, or the one before it if the last one is damaged; and the damage in words."""
-    try:
-        return _read(store, stream), None
-    except StoreDamaged as error:
-        stored = _read(store, stream, previous=True)
-        if stored is None:
-            raise
-        return stored, str(error)
+    """Return the last state, or the one before it if the last one is damaged; and the damage in words.
 
-
-def _read(store: StreamStore, stream: str, previous: bool = False) -> Stored | None:
-    """Read a state; a state file holds a digest of its content, which is checked here."""
-    stored = store.read(stream, previous=previous)
-    if stored is not None:
+    A state file holds a digest of its content, which is checked here.
+    """
+    damage: Exception | None = None
+    for previous in (False, True):
         try:
-            states.decode(stored.blob, f"the stored state of stream {stream!r}")
-        except StateFileError as error:
-            raise StoreDamaged(str(error)) from error
-    return stored
+            stored = store.read(stream, previous=previous)
+            if stored is not None:
+                states.decode(stored.blob, f"the stored state of stream {stream!r}")
+            elif damage is not None:
+                break
+            return stored, None if damage is None else str(damage)
+        except (StoreDamaged, StateFileError) as error:
+            damage = error
+    raise StoreDamaged(str(damage)) from damage
 
 
-def _install(fleet: Fleet, name: str, blob: bytes | None) -> dict[str, Any]:
-    """Put a stored state into the fleet, or a new one, and return its report."""
+def _install(fleet: Fleet, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
+    """Put a stored state into the fleet, or a new one, and return its report; ``keep``: unless there is one."""
     if blob is not None:
         fleet.from_bytes(name, blob)
     else:
-        if name in fleet:
+        if name in fleet and not keep:
             fleet.drop(name)
-        fleet.add(name)
+        if name not in fleet:
+            fleet.add(name)
     return read_reports(fleet, [name])[name]
 
 
@@ -125,57 +122,52 @@ class Sessions:
         return await asyncio.shield(task)
 
     async def _open(self, name: str) -> StreamSession:
-        session, writer, now = self.by_name.get(name), self.writer, self.runtime.clock()
-        if session is not None and session.role == "owned":
+        session, writer, asked = self.by_name.get(name), self.writer, self.runtime.clock()
+        if session is None:
+            session = StreamSession(name, "followed", asked, loaded=False, recent=deque(maxlen=self.policy.requests))
+        elif session.role == "owned":
             return session
         if writer is None:
-            if name not in self.fleet:
-                await self.runtime.run("states", lambda: self.fleet.add(name))
-            report = await self.runtime.run("states", lambda: read_reports(self.fleet, [name])[name])
-            session = self.by_name[name] = StreamSession(name, "owned", now)
-            session.note_report(report)
+            session.role, session.loaded = "owned", True
+            session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, keep=True)))
             self.runtime.events.add("opened", "a new stream", name)
-            return session
-        store, owner, lease = writer.store, self.runtime.owner, self.policy.lease
-        mark = None if session is None else session.mark
-        try:
-            found = await self.runtime.run("claims", lambda: look_up(store, name, owner, lease, mark))
-        except StoreDown as error:
-            writer.note_failure(error)
-            if session is None:
-                session = self.by_name[name] = StreamSession(name, "unreachable", now, loaded=False)
-            session.looked_up = now
-            return session
-        if found.damage is not None:
-            self.runtime.events.add("damaged", f"{found.damage} The state before it is used", name, logging.ERROR)
-        session = session or StreamSession(name, "followed", now, loaded=False)
-        try:
-            await self._load(session, found, now)
-        except StateFileError as error:
-            if (claim := found.claim) is not None:
-                await self.runtime.run("claims", lambda: store.release(claim))
-            raise WrongState(
-                f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and method it "
-                "was stored with, or delete the stream"
-            ) from error
+        else:
+            owner, lease = self.runtime.owner, self.policy.lease
+            try:
+                look = partial(look_up, writer.store, name, owner, lease, session.mark)
+                await self._load(session, await self.runtime.run("claims", look), asked)
+            except StoreDown as error:
+                writer.note_failure(error)
+                if session.looked_up is None:
+                    session.role = "unreachable"
+            session.looked_up = asked
         self.by_name[name] = session
         return session
 
     async def _load(self, session: StreamSession, found: LookupResult, asked: float) -> None:
         """Bring the fleet and the session to the store's answer."""
-        name, stored = session.name, found.stored
-        if stored is not None or found.claim is not None:
+        name, claim, stored = session.name, found.claim, found.stored
+        if found.damage is not None:
+            self.runtime.events.add("damaged", f"{found.damage} The state before it is used", name, logging.ERROR)
+        if stored is not None or claim is not None:
             blob = None if stored is None else stored.blob
-            session.note_report(await self.runtime.run("states", lambda: _install(self.fleet, name, blob)))
-            requests = () if stored is None else stored.requests[-self.policy.requests :]
-            session.recent, session.loaded = dict.fromkeys(requests), True
-        first = session.looked_up is None
-        session.looked_up, session.mark = asked, found.mark
-        if found.claim is not None:
-            session.renewed(found.claim, asked, self.policy.lease, self.policy.margin)
+            try:
+                session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, blob)))
+            except StateFileError as error:
+                if claim is not None and self.store is not None:
+                    await self.runtime.run("claims", partial(self.store.release, claim))
+                raise WrongState(
+                    f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and "
+                    "method it was stored with, or delete the stream"
+                ) from error
+            session.loaded = True
+            session.recent = deque(() if stored is None else stored.requests, self.policy.requests)
+        session.mark = found.mark
+        if claim is not None:
+            session.renewed(claim, asked, self.policy.lease, self.policy.margin)
             words = "a new stream" if stored is None else f"resumed at clock {stored.clock}"
-            self.runtime.events.add("opened", words, name, generation=found.claim.generation)
-        elif first or session.role != "followed":
+            self.runtime.events.add("opened", words, name, generation=claim.generation)
+        elif session.looked_up is None or session.role != "followed":
             session.role = "followed"
             words = "another worker owns it: predictions come from its last stored state"
             self.runtime.events.add("followed", words, name)

@@ -9,7 +9,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tribe.serve.config import Policy
 from tribe.serve.controls import Controls
 from tribe.serve.errors import Overloaded, UnknownStream
 from tribe.serve.protocol import InferResult
-from tribe.serve.runtime import Runtime, StreamSession, Thread, read_reports
+from tribe.serve.runtime import Runtime, StreamSession, read_reports
 from tribe.serve.scheduler import Job
 from tribe.serve.sessions import Sessions, new_owner
 from tribe.serve.store import StreamStore
@@ -166,13 +167,13 @@ class Worker:
             result: InferResult = await job.reply
         except asyncio.CancelledError:
             if self.scheduler.answer(job):
-                self.metrics.refused("canceled")
+                self.metrics.requests["canceled"].inc()
             raise
         except Overloaded:
-            self.metrics.refused("refused")
+            self.metrics.requests["refused"].inc()
             raise
         except Exception:
-            self.metrics.refused("failed")
+            self.metrics.requests["failed"].inc()
             raise
         return result
 
@@ -209,7 +210,7 @@ class Worker:
         self._launch_prediction(now)
         if jobs := self.scheduler.next_step(now):
             self.metrics.batch_streams.observe(len(jobs))
-            self._launch("step", step, jobs, self._stepped)
+            self.runtime.run("step", partial(step, self.fleet, jobs)).add_done_callback(self._stepped)
             self._launch_prediction(now)  # of requests that the choice of the step has turned into predictions
         if self._timer is not None:
             self._timer.cancel()
@@ -223,23 +224,13 @@ class Worker:
         for job, error in late.items():
             _refuse(job, error)
         if jobs:
-            self._launch("predict", predict, jobs, self._predicted)
-
-    def _launch(
-        self,
-        thread: Thread,
-        run: Callable[[Fleet, list[Job]], list[Outcome]],
-        jobs: list[Job],
-        done: Callable[..., None],
-    ) -> None:
-        executor = self.runtime.threads[thread]
-        asyncio.get_running_loop().run_in_executor(executor, run, self.fleet, jobs).add_done_callback(done)
+            self.runtime.run("predict", partial(predict, self.fleet, jobs)).add_done_callback(self._predicted)
 
     def _stepped(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.stepping
         assert running is not None
-        self.metrics.ran("step", now - running.since)
-        for job, outcome in zip(running.jobs, _outcomes(future, len(running.jobs)), strict=True):
+        self.metrics.step_seconds.observe(now - running.since)
+        for job, outcome in zip(running.jobs, future.result(), strict=True):
             session = self.sessions.by_name.get(job.stream or "")
             if session is not None and isinstance(outcome, InferResult):
                 lost = self.store is not None and session.claim is None  # during the step: it will not be stored
@@ -248,7 +239,8 @@ class Worker:
                 report = outcome.health or session.report | {"steps": before + 1}
                 self._note_health(session, report)
                 session.note_report(report)
-                session.note_learned(job.request_id, self.policy.requests)
+                if job.request_id is not None:
+                    session.recent.append(job.request_id)
                 if not session.frozen or self._filters:
                     session.touch(now)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
@@ -266,8 +258,8 @@ class Worker:
     def _predicted(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.predicting
         assert running is not None
-        self.metrics.ran("predict", now - running.since)
-        for job, outcome in zip(running.jobs, _outcomes(future, len(running.jobs)), strict=True):
+        self.metrics.predict_seconds.observe(now - running.since)
+        for job, outcome in zip(running.jobs, future.result(), strict=True):
             if isinstance(outcome, UnknownStream) and not job.reply.done():
                 self.scheduler.take_back(job, "lease")  # the stream was lost while the request waited
                 self.runtime.start(self._offer_again(job))
@@ -405,52 +397,12 @@ def step(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
 
     The steps of a result are committed: a report that cannot be read is logged, and is not an error of the request.
     """
-    outcomes = _isolated(_step, fleet, jobs)
-    stepped = [_name(job) for job, outcome in zip(jobs, outcomes, strict=True) if isinstance(outcome, InferResult)]
-    reports = _reports_after_step(fleet, stepped)
-    for i, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True)):
-        if isinstance(outcome, InferResult):
-            report = reports.get(_name(job), {})
-            outcomes[i] = outcome._replace(clock=report.get("steps"), health=report)
-    return outcomes
-
-
-def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
-    """Predict these requests together, at most one of a stream; if that fails, one by one."""
-    return _isolated(_predict, fleet, jobs)
-
-
-def _isolated(run: Callable[[Fleet, list[Job]], Sequence[InferResult]], fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
     try:
-        return list(run(fleet, jobs))
+        logits = fleet({str(job.stream): job.images for job in jobs})
     except Exception as error:
-        if len(jobs) == 1:
-            return [error]
-    return [_isolated(run, fleet, [job])[0] for job in jobs]
-
-
-def _step(fleet: Fleet, jobs: list[Job]) -> list[InferResult]:
-    logits = fleet({_name(job): job.images for job in jobs})
-    return [InferResult(logits[_name(job)]) for job in jobs]
-
-
-def _predict(fleet: Fleet, jobs: list[Job]) -> list[InferResult]:
-    results: dict[Job, InferResult] = {}
-    of_streams = {_name(job): job for job in jobs if job.stream is not None and not job.source}
-    if of_streams:
-        infos = fleet.info_many(of_streams)  # before the prediction: a step may end meanwhile
-        logits = fleet.predict({name: job.images for name, job in of_streams.items()})
-        for name, job in of_streams.items():
-            results[job] = InferResult(logits[name], clock=infos[name].steps, health=infos[name]._asdict())
-    groups: dict[Any, list[Job]] = {}
-    for job in jobs:
-        if job not in results:
-            groups.setdefault((job.images.shape[1:], job.images.dtype), []).append(job)
-    for group in groups.values():
-        together = fleet.predict_source(torch.cat([job.images for job in group]))
-        for job, own in zip(group, together.split([job.size for job in group]), strict=True):
-            results[job] = InferResult(own)
-    return [results[job] for job in jobs]
+        return [error] if len(jobs) == 1 else [step(fleet, [job])[0] for job in jobs]
+    reports = _reports_after_step(fleet, list(logits))
+    return [InferResult(logits[name], clock=reports[name].get("steps"), health=reports[name]) for name in logits]
 
 
 def _reports_after_step(fleet: Fleet, names: list[str]) -> dict[str, dict[str, Any]]:
@@ -460,23 +412,33 @@ def _reports_after_step(fleet: Fleet, names: list[str]) -> dict[str, dict[str, A
     except Exception:
         if len(names) == 1:
             log.exception("stream %r was stepped, and its report could not be read", names[0])
-            return {}
+            return {names[0]: {}}
     return {name: report for each in names for name, report in _reports_after_step(fleet, [each]).items()}
 
 
-def _name(job: Job) -> str:
-    assert job.stream is not None
-    return job.stream
+def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
+    """Predict these requests together, at most one of a stream; if that fails, one by one."""
+    results: dict[Job, InferResult] = {}
+    of_streams = {str(job.stream): job for job in jobs if job.stream is not None and not job.source}
+    of_source: dict[Any, list[Job]] = {}
+    for job in jobs:
+        if job.stream is None or job.source:
+            of_source.setdefault((job.images.shape[1:], job.images.dtype), []).append(job)
+    try:
+        if of_streams:
+            infos = fleet.info_many(of_streams)  # before the prediction: a step may end meanwhile
+            logits = fleet.predict({name: job.images for name, job in of_streams.items()})
+            for name, job in of_streams.items():
+                results[job] = InferResult(logits[name], clock=infos[name].steps, health=infos[name]._asdict())
+        for group in of_source.values():
+            together = fleet.predict_source(torch.cat([job.images for job in group]))
+            for job, own in zip(group, together.split([job.size for job in group]), strict=True):
+                results[job] = InferResult(own)
+    except Exception as error:
+        return [error] if len(jobs) == 1 else [predict(fleet, [job])[0] for job in jobs]
+    return [results[job] for job in jobs]
 
 
 def _refuse(job: Job, error: Exception) -> None:
     if not job.reply.done():
         job.reply.set_exception(error)
-
-
-def _outcomes(future: "asyncio.Future[list[Outcome]]", count: int) -> list[Outcome]:
-    """Return the results of a thread; an error that it raised, for every request."""
-    error = future.exception()
-    if error is None:
-        return future.result()
-    return [error if isinstance(error, Exception) else RuntimeError(str(error))] * count
