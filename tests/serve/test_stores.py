@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from stores import a_write, write
+from stores import write
 from tribe.serve.store import Claim, ClockFell, Fenced, StoreDamaged, StoreDown, Write
 from tribe.serve.store.sqlite import SqliteStore
 
@@ -190,9 +190,6 @@ def test_a_closed_store_is_down(written):
             action()
 
 
-# -- names and arguments ----------------------------------------------------------------------------------------------
-
-
 def test_pages_of_streams_are_in_order(store):
     names = ["a", "b-1", "b-10", "b-2", "b:x", "bA", "c._"]
     for name in reversed(names):
@@ -204,34 +201,3 @@ def test_pages_of_streams_are_in_order(store):
     assert [entry.stream for entry in store.list("b", limit=2, after="b-10")] == ["b-2", "b:x"]
     assert [entry.stream for entry in store.list("b", after="a")] == names[1:6]
     assert store.list("c.", after="d") == []
-
-
-@pytest.mark.parametrize("name", ["", "../etc/passwd", "a/b", "x" * 129, "a\nb", "gate 3", "\ud800", 3, None, b"cam"])
-def test_what_is_not_a_name_is_refused(store, name):
-    for action in (
-        lambda: store.claim(name, "w", 10),
-        lambda: store.claim("cam", name, 10),
-        lambda: store.read(name),
-        lambda: store.entry(name),
-    ):
-        with pytest.raises(ValueError, match="name"):
-            action()
-    assert store.list() == []
-
-
-WRONG = {"clock": (-1, 2**53, 1.5), "blob": ("text",), "limit": (0, 1.5), "prefix": (1,)}
-WRONG["lease"] = (0, -1, float("nan"), float("inf"), 86_401, "10", None)
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
-def test_a_wrong_argument_is_refused(written, name, value):
-    claim = written.claim("cam", "a", 10)
-    calls = {
-        "lease": [lambda: written.claim("cam", "a", value), lambda: written.renew([], value)],
-        "limit": [lambda: written.list(limit=value)],
-        "prefix": [lambda: written.list(prefix=value)],
-    }
-    for call in calls.get(name, [lambda: written.write([a_write(claim, 3)._replace(**{name: value})])]):
-        with pytest.raises(ValueError, match="got"):
-            call()
-    assert written.read("cam").blob == b"state 2"

@@ -357,8 +357,7 @@ class Worker:
             return set()
 
         def names() -> set[str]:
-            found: set[str] = set()
-            after: str | None = None
+            found, after = set[str](), ""
             while entries := store.list(prefix, after=after):
                 found |= {entry.stream for entry in entries}
                 after = entries[-1].stream

@@ -26,12 +26,9 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import NamedTuple
 
-from tribe.fields import is_number, is_whole, require
-from tribe.streams.names import check_stream_name
+from tribe.fields import require
 
 REDIS = ("redis://", "rediss://", "unix://")  # how the address of a Redis server begins
-LONGEST_LEASE = 86_400.0  # seconds
-LARGEST_CLOCK = 2**53 - 1  # Lua, in Redis, computes with doubles
 PAGE = 1000  # entries that `list` returns by default
 CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are stored
 
@@ -111,32 +108,23 @@ class StoreDamaged(ValueError):
 class StreamStore(ABC):
     """Claims and states of streams, on disk or on a server. All methods may be called from any thread.
 
-    Every method raises `StoreDown` if the store cannot be reached or written, and ValueError for a wrong argument.
+    Every method raises `StoreDown` if the store cannot be reached or written. The caller has checked names.
     """
 
+    @abstractmethod
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
         """Claim a stream for ``lease`` seconds; return None if another owner's lease is live.
 
         A stream without a live lease gets a new generation: 1 more than the last one. The owner of a live lease gets
         its claim back with the same generation, renewed.
         """
-        check_stream_name(owner, "the name of the owner")
-        _check_lease(lease)
-        return self._claim(check_stream_name(stream), owner, lease)
 
     @abstractmethod
-    def _claim(self, stream: str, owner: str, lease: float) -> Claim | None: ...
-
     def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
         """Renew claims, and return those that are still held, by stream; the missing ones are lost.
 
         A lease that has ended is also renewed if there was no claim since: no other worker has learned.
         """
-        _check_lease(lease)
-        return self._renew(claims, lease)
-
-    @abstractmethod
-    def _renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]: ...
 
     @abstractmethod
     def release(self, claim: Claim) -> None:
@@ -160,11 +148,8 @@ class StreamStore(ABC):
         for write in writes:
             claim, blob, clock, requests = write
             require(claim.stream not in uploads, "each write is of another stream", claim.stream)
-            require(isinstance(blob, bytes), "a blob is bytes", type(blob).__name__)
-            fits = is_whole(clock, 0) and clock <= LARGEST_CLOCK
-            require(fits, "a clock is a whole number, from 0 to 2^53 - 1", clock)
             name = f"{stream_hash(claim.stream)}-{claim.generation}-{clock}-{secrets.token_hex(8)}.state"
-            record = StateRecord(claim.generation, int(clock), json.dumps(list(requests)), name, len(blob), 0.0)
+            record = StateRecord(claim.generation, clock, json.dumps(list(requests)), name, len(blob), 0.0)
             uploads[claim.stream] = write, record
         self._store_blobs(uploads)
         return uploads
@@ -184,7 +169,7 @@ class StreamStore(ABC):
                 file, which holds a digest of its content.
         """
         place = PREVIOUS if previous else CURRENT
-        record = self._find(check_stream_name(stream), place)
+        record = self._find(stream, place)
         while record is not None:
             try:
                 blob = self._fetch(stream, record)
@@ -215,14 +200,9 @@ class StreamStore(ABC):
     def entry(self, stream: str) -> StoreEntry | None:
         """Return the ledger's row of a stream; None for one that was never claimed, or was deleted."""
 
-    def list(self, prefix: str = "", limit: int = PAGE, after: str | None = None) -> Entries:
-        """Return at most ``limit`` rows of streams whose names begin with a prefix and come ``after`` one, by name."""
-        require(isinstance(prefix, str), "prefix is a text", prefix)
-        require(is_whole(limit, 1), "limit is a whole number, at least 1", limit)
-        return self._list(prefix, int(limit), after or "")
-
     @abstractmethod
-    def _list(self, prefix: str, limit: int, after: str) -> Entries: ...
+    def list(self, prefix: str = "", limit: int = PAGE, after: str = "") -> Entries:
+        """Return at most ``limit`` rows of streams whose names begin with a prefix and come ``after`` one, by name."""
 
     @abstractmethod
     def delete(self, claim: Claim) -> None:
@@ -238,11 +218,6 @@ class StreamStore(ABC):
 
 
 # -- shared by the stores ----------------------------------------------------------------------------------------------
-
-
-def _check_lease(lease: float) -> None:
-    expected = f"a lease is a number of seconds, more than 0 and at most {LONGEST_LEASE:,.0f}"
-    require(is_number(lease) and 0 < lease <= LONGEST_LEASE, expected, lease)
 
 
 def stream_hash(stream: str) -> str:

@@ -22,7 +22,6 @@ from urllib.parse import urlsplit
 
 from tribe.serve import store
 from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore
-from tribe.streams.names import check_stream_name
 
 SCHEMA = 1  # of the keys and fields
 CHUNK = 64 * 2**20  # bytes of a part of a blob
@@ -181,11 +180,13 @@ class RedisStore(StreamStore):
         self._all = f"{prefix}streams"
         self._prepare()
 
-    def _claim(self, stream: str, owner: str, lease: float) -> Claim | None:
+    def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
+        """Claim a stream; see `StreamStore.claim`."""
         found = self._run("claim", [self._stream(stream), self._all], stream, owner, repr(float(lease)), self._time())
         return None if found is None else Claim(stream, owner, int(found[0]), float(found[1]))
 
-    def _renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
+    def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
+        """Renew claims; see `StreamStore.renew`."""
         holders = (value for claim in claims for value in (claim.owner, claim.generation))
         keys = [self._stream(claim.stream) for claim in claims]
         expires, held = self._run("renew", keys, repr(float(lease)), self._time(), *holders)
@@ -248,9 +249,10 @@ class RedisStore(StreamStore):
 
     def entry(self, stream: str) -> store.StoreEntry | None:
         """Return the server's row of a stream; see `StreamStore.entry`."""
-        return next(iter(self._entries([check_stream_name(stream)])), None)
+        return next(iter(self._entries([stream])), None)
 
-    def _list(self, prefix: str, limit: int, after: str) -> store.Entries:
+    def list(self, prefix: str = "", limit: int = store.PAGE, after: str = "") -> store.Entries:
+        """Return rows of streams; see `StreamStore.list`."""
         least = f"({after}" if after >= prefix and after else f"[{prefix}"
         with self._explained():
             most = b"(" + prefix.encode() + b"\xff"  # a byte after all those of UTF-8

@@ -25,7 +25,6 @@ from pathlib import Path
 from tribe.io.files import sync_folder, write_new
 from tribe.serve import store
 from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore, Write
-from tribe.streams.names import check_stream_name
 
 LEDGER, BLOBS = "ledger.sqlite", "blobs"
 PATIENCE = 5.0  # seconds to wait for the transaction of another process
@@ -86,7 +85,8 @@ class SqliteStore(StreamStore):
             named = {name for (name,) in rows.execute("SELECT blob FROM states")}
         self._blobs.sweep(generations, named)
 
-    def _claim(self, stream: str, owner: str, lease: float) -> Claim | None:
+    def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
+        """Claim a stream; see `StreamStore.claim`."""
         with self._ledger.transaction() as rows:
             now = self._now()
             query = "SELECT owner, generation, expires FROM streams WHERE stream = ?"
@@ -105,7 +105,8 @@ class SqliteStore(StreamStore):
             self._blobs.sweep({store.stream_hash(stream): claim.generation}, named)
         return claim
 
-    def _renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
+    def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
+        """Renew claims; see `StreamStore.renew`."""
         with self._ledger.transaction() as rows:
             expires = self._now() + lease
             held = {c.stream: c._replace(expires=expires) for c in claims if self._fence(rows, c) is None}
@@ -182,9 +183,10 @@ class SqliteStore(StreamStore):
 
     def entry(self, stream: str) -> store.StoreEntry | None:
         """Return the ledger's row of a stream; see `StreamStore.entry`."""
-        return next(iter(self._entries("s.stream = ?", check_stream_name(stream))), None)
+        return next(iter(self._entries("s.stream = ?", stream)), None)
 
-    def _list(self, prefix: str, limit: int, after: str) -> store.Entries:
+    def list(self, prefix: str = "", limit: int = store.PAGE, after: str = "") -> store.Entries:
+        """Return rows of streams; see `StreamStore.list`."""
         where = "s.stream >= ? AND s.stream < ? AND s.stream > ? ORDER BY s.stream LIMIT ?"
         return self._entries(where, prefix, prefix + LAST_CHARACTER, after, limit)
 
