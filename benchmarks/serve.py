@@ -28,6 +28,7 @@ import uvicorn
 
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
+from tribe.serve.metrics import Metrics
 from tribe.serve.protocol import InferResult, ModelInfo
 from tribe.serve.server import Listener
 from tribe.serve.service import Service
@@ -56,6 +57,7 @@ class NoModel:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.logits, self.times = seconds, torch.zeros(1, CLASSES), list[float]()
+        self.metrics = Metrics("none")
 
     async def start(self) -> None: ...
 

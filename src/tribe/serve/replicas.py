@@ -11,9 +11,8 @@ Ray Serve is the extra `ray-serve`: ``pip install 'tribe-tta[ray-serve]'``.
 import contextlib
 import importlib
 import os
-import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -23,9 +22,8 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
-from tribe.serve.config import Limits
 from tribe.serve.security import read_tokens
-from tribe.serve.server import HOST, Tokens, new_access, new_service, shorten_collections
+from tribe.serve.server import HOST, Server, Tokens, shorten_collections, stop_signals
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
@@ -42,11 +40,8 @@ def application(
     workers: int = 2,
     device: str = "cpu",
     name: str = "model",
-    host: str = HOST,
-    tokens: Tokens = None,
-    limits: Limits | None = None,
-    host_names: Sequence[str] = (),
     resources: Mapping[str, Any] | None = None,
+    tokens: Tokens = None,
     **options: Any,
 ) -> Any:
     """Return an application for ``ray.serve.run``: several workers with one store.
@@ -57,9 +52,10 @@ def application(
         data: the store that all workers share: a folder on one machine, a Redis server for several.
         workers: how many.
         device: where each of them has its network.
-        name, host, tokens, limits, host_names: as for `tribe.serve.Server`; limits on connections are Ray's.
+        name: as for `tribe.serve.Server`.
         resources: what Ray reserves for each worker; None: one core, and one GPU if ``device`` is one.
-        options: ``shape``, ``labels`` and ``policy`` of `tribe.serve.Server`, and its options.
+        tokens: as for `tribe.serve.Server`; a file is read here.
+        options: the others of `tribe.serve.Server`, except those of ports and TLS; limits on connections are Ray's.
     """
     require(is_whole(workers, least=1), "workers is how many there are, at least 1", workers)
     if data is None:
@@ -69,8 +65,7 @@ def application(
 
     def build() -> App:
         shorten_collections()
-        access = new_access(entries, host, host_names)
-        return App(new_service(model.to(device), method, access, limits, name=name, data=data, **options))
+        return Server(model.to(device), method, name=name, data=data, tokens=entries, **options).app
 
     deployment = ray_serve.deployment(
         ray_serve.ingress(build)(),
@@ -113,14 +108,9 @@ def running(app: Any, host: str = HOST, port: int = 8000, address: str | None = 
 def run(app: Any, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Run an application on Ray until SIGINT or SIGTERM; then every worker stores its streams."""
     ended = threading.Event()
-    old = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with running(app, host, port) as url:
-            ready(url)
-            ended.wait()
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    with stop_signals(lambda *_: ended.set()), running(app, host, port) as url:
+        ready(url)
+        ended.wait()
 
 
 def ray_serve_library() -> Any:

@@ -58,22 +58,22 @@ class Calls:
 
     def handlers(self) -> dict[str, Any]:
         """Return the handler of each call, by its name."""
-        single = {
-            "ServerLive": self.server_live,
-            "ServerReady": self.server_ready,
-            "ServerMetadata": self.server_metadata,
-            "ModelReady": self.model_ready,
-            "ModelMetadata": self.model_metadata,
-            "ModelConfig": self.model_config,
-            "ModelInfer": self.model_infer,
+        facts: dict[str, Mapping[str, Any]] = {  # the fields of answers that are always the same
+            "ServerLive": {"live": True},
+            "ServerReady": {"ready": True},  # the service listens only while the worker runs
+            "ServerMetadata": protocol.server_metadata(),
+            "ModelReady": {"ready": True},
+            "ModelMetadata": protocol.model_metadata(self.model),
+            "ModelConfig": {"config": protocol.model_config(self.model)},
         }
+        calls = {name: self._constant(getattr(messages, f"{name}Response")(**facts[name])) for name in facts}
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._guarded(function),
+                self._guarded(call),
                 getattr(messages, f"{name}Request").FromString,
                 getattr(messages, f"{name}Response").SerializeToString,
             )
-            for name, function in single.items()
+            for name, call in {**calls, "ModelInfer": self.model_infer}.items()
         }
         handlers["ModelStreamInfer"] = grpc.stream_stream_rpc_method_handler(
             self.model_stream_infer,
@@ -81,6 +81,16 @@ class Calls:
             messages.ModelStreamInferResponse.SerializeToString,
         )
         return handlers
+
+    def _constant(self, answer: Any) -> Callable[[Any, Any], Awaitable[Any]]:
+        """Return a call that always answers the same; of a model, after a check of its name."""
+
+        async def call(request: Any, context: Any) -> Any:
+            if hasattr(request, "version"):
+                self.model.check(request.name, request.version)
+            return answer
+
+        return call
 
     def _guarded(self, function: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         """Return the call with its errors turned into statuses of gRPC."""
@@ -97,33 +107,6 @@ class Calls:
                 await context.abort(grpc.StatusCode.INTERNAL, UNEXPECTED)
 
         return run
-
-    async def server_live(self, request: Any, context: Any) -> Any:
-        """Return that the process answers."""
-        return messages.ServerLiveResponse(live=True)
-
-    async def server_ready(self, request: Any, context: Any) -> Any:
-        """Return that requests are accepted: the service listens only while the worker runs."""
-        return messages.ServerReadyResponse(ready=True)
-
-    async def server_metadata(self, request: Any, context: Any) -> Any:
-        """Return the name, version and extensions of the server."""
-        return messages.ServerMetadataResponse(**protocol.server_metadata())
-
-    async def model_ready(self, request: Any, context: Any) -> Any:
-        """Return that the model is ready, or raise if the model does not exist."""
-        self.model.check(request.name, request.version)
-        return messages.ModelReadyResponse(ready=True)
-
-    async def model_metadata(self, request: Any, context: Any) -> Any:
-        """Return the inputs and outputs of the model."""
-        self.model.check(request.name, request.version)
-        return messages.ModelMetadataResponse(**protocol.model_metadata(self.model))
-
-    async def model_config(self, request: Any, context: Any) -> Any:
-        """Return the configuration of the model."""
-        self.model.check(request.name, request.version)
-        return messages.ModelConfigResponse(config=protocol.model_config(self.model))
 
     async def model_infer(self, request: Any, context: Any) -> Any:
         """Predict images."""

@@ -7,7 +7,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from os import PathLike
 from types import FrameType
 from typing import Any, Self
@@ -205,21 +205,25 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Stop on a signal. Unlike uvicorn's own, this does not raise the signal again: the process exits with 0."""
-        if not self._signals:
+        with stop_signals(self._stop) if self._signals else contextlib.nullcontext():
             yield
-            return
-        old = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         """Let open requests finish at the first signal, and not at the second."""
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True
+
+
+@contextlib.contextmanager
+def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Call a handler on SIGINT and SIGTERM in this context."""
+    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, before in old.items():
+            signal.signal(number, before)
 
 
 class Server(Listener):
@@ -266,34 +270,16 @@ class Server(Listener):
         tls: Tls | None = None,
         **options: Any,
     ) -> None:
+        check_stream_name(name, "the name of a model")
         access = new_access(tokens, host, host_names)
-        options |= {"name": name, "data": data, "shape": shape, "labels": labels, "policy": policy}
-        service = new_service(model, method, access, limits, **options)
+        net = model if isinstance(model, Backbone) else Backbone(model)
+        streams = fleet(net, method, **options)
+        require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
+        built = streams.method
+        info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
+        store = None if data is None else open_store(data)
+        service = Service(Worker(streams, store, policy=policy, model=name), info, access, limits, store)
         super().__init__(service, host=host, port=port, grpc_port=grpc_port, tls=tls)
-
-
-def new_service(
-    model: nn.Module | Backbone,
-    method: str | AnyMethod,
-    access: Access,
-    limits: Limits | None = None,
-    *,
-    name: str = "model",
-    data: str | PathLike[str] | None = None,
-    shape: Sequence[int | None] | None = None,
-    labels: Sequence[str] = (),
-    policy: Policy | None = None,
-    **options: Any,
-) -> Service:
-    """Return a worker of a network with its store and its users; the arguments are those of `Server`."""
-    check_stream_name(name, "the name of a model")
-    net = model if isinstance(model, Backbone) else Backbone(model)
-    streams = fleet(net, method, **options)
-    require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
-    built = streams.method
-    info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
-    store = None if data is None else open_store(data)
-    return Service(Worker(streams, store, policy=policy, model=name), info, access, limits, store)
 
 
 def new_access(tokens: Tokens, host: str = HOST, host_names: Sequence[str] = ()) -> Access:
