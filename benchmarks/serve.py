@@ -28,7 +28,7 @@ import uvicorn
 
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
-from tribe.serve.metrics import Metrics
+from tribe.serve.metrics import Events, Metrics
 from tribe.serve.protocol import InferResult, ModelInfo
 from tribe.serve.server import Listener
 from tribe.serve.service import Service
@@ -57,7 +57,7 @@ class NoModel:
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.seconds, self.logits, self.times = seconds, torch.zeros(1, CLASSES), list[float]()
-        self.metrics = Metrics("none")
+        self.metrics, self.log = Metrics("none"), Events(1)
 
     async def start(self) -> None: ...
 

@@ -240,7 +240,7 @@ def test_what_fails_after_its_client_has_gone_is_logged(store, caplog):
         return await worker.infer("cam", batch(1))
 
     assert play(scenario, store).adapted
-    assert "its caller was cancelled, and it failed: StoreDown: the disk is full" in caplog.text
+    assert "the store fails: the disk is full" in caplog.text
 
 
 def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhile(store):

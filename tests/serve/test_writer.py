@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from stores import write
-from tribe.serve import sessions as writing
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
 from tribe.serve.runtime import Runtime, StreamSession
@@ -101,13 +100,6 @@ def test_the_states_of_a_group_are_stored_in_one_call(store):
     assert [len(call) for call in store.calls] == [64, 36]
     assert store.calls[0] == [f"cam{i}" for i in range(64)], "the oldest change first"
     assert not any(session.changed for session in sessions)
-
-
-def test_a_call_takes_as_many_bytes_as_a_transaction_may_have_and_a_larger_state_alone(store, monkeypatch):
-    monkeypatch.setattr(writing, "TRANSACTION", 10)
-    sizes = {"cam0": 4, "cam1": 6, "cam2": 50, "cam3": 1}
-    asyncio.run(new_writer(store, to_bytes=lambda name: b"x" * sizes[name]).round(claimed(store, 4)))
-    assert store.calls == [["cam0", "cam1"], ["cam2"], ["cam3"]]
 
 
 def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(store):

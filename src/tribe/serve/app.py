@@ -215,7 +215,6 @@ class Handlers:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
         self.responses = self.worker.metrics.responses
         self.bodies = Bodies(service.limits.bodies)
-        self.closing = asyncio.Event()  # set when the server begins to stop
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
 
     def check(self, request: Request, public: bool) -> None:
@@ -358,26 +357,11 @@ class Handlers:
 
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         yield b": events\n\n"
-        source = self.worker.log.listen()
-        closing = asyncio.ensure_future(self.closing.wait())
-        following = asyncio.ensure_future(anext(source))
-        try:
-            while True:
-                await asyncio.wait((closing, following), timeout=HEARTBEAT, return_when=asyncio.FIRST_COMPLETED)
-                if closing.done():
-                    return
-                if not following.done():
-                    yield b": still here\n\n"
-                    continue
-                event = following.result()
-                if request.user.can_access(event.stream or ""):
-                    yield b"data: " + msgspec.json.encode(event._asdict(), enc_hook=str) + b"\n\n"
-                following = asyncio.ensure_future(anext(source))
-        except StopAsyncIteration:  # the worker has stopped
-            return
-        finally:
-            closing.cancel()
-            following.cancel()
+        async for event in self.worker.log.listen(HEARTBEAT):
+            if event is None:
+                yield b": still here\n\n"
+            elif request.user.can_access(event.stream or ""):
+                yield b"data: " + msgspec.json.encode(event._asdict(), enc_hook=str) + b"\n\n"
 
     async def metrics(self, request: Request) -> Response:
         """Answer GET /metrics, for Prometheus; ``?streams=true``: with gauges of single streams, up to a limit."""

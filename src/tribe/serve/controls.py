@@ -61,7 +61,7 @@ class Controls:
             raise ValueError(f"no action {action!r}; expected one of {', '.join(actions)}")
         change = actions[action](check_stream_name(stream), **arguments)
         try:
-            return await self.runtime.finish(change)
+            return await asyncio.shield(self.runtime.start(change))
         except StoreDown as error:
             raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
 

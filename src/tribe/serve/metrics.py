@@ -180,8 +180,8 @@ class Events:
         for _, arrived in self._subscribers:
             arrived.set()
 
-    async def listen(self) -> AsyncIterator[ServeEvent]:
-        """Yield the events of the log, then every new one until `close`."""
+    async def listen(self, heartbeat: float | None = None) -> AsyncIterator[ServeEvent | None]:
+        """Yield the events of the log, then every new one until `close`; None after ``heartbeat`` seconds without."""
         subscriber = queue, arrived = deque(self.kept, maxlen=self.kept.maxlen), asyncio.Event()
         self._subscribers.append(subscriber)
         try:
@@ -191,6 +191,10 @@ class Events:
                     yield queue.popleft()
                 if self._closed:
                     return
-                await arrived.wait()
+                try:
+                    async with asyncio.timeout(heartbeat):
+                        await arrived.wait()
+                except TimeoutError:
+                    yield None
         finally:
             self._subscribers.remove(subscriber)

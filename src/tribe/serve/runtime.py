@@ -151,21 +151,11 @@ class Runtime:
     # not agree. So it runs as a task of its own, which goes on although its caller is cancelled.
 
     def start(self, change: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Run a change to its end."""
+        """Run a change to its end; await it in `asyncio.shield`."""
         task = asyncio.get_running_loop().create_task(change)
         self._tasks.add(task)  # the event loop alone would not keep it alive
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def finish(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run a change to its end, and return its result. If the caller is cancelled, an error is only logged."""
-        task = self.start(change)
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError:
-            task.add_done_callback(_log_error)
-            raise
-        return task.result()
 
     async def finished(self) -> None:
         """Wait until no change runs."""
@@ -177,11 +167,6 @@ class Runtime:
         for thread in self.threads.values():
             thread.shutdown(wait=True)
         self.events.close()
-
-
-def _log_error(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.warning("its caller was cancelled, and it failed: %s: %s", type(error).__name__, error)
 
 
 def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:

@@ -22,6 +22,7 @@ from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
+from tribe.serve.metrics import Events
 from tribe.serve.protocol import ModelInfo
 from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
@@ -178,7 +179,7 @@ class Listener:
                         raise ImportError(words) from error
                     listens = listening(self.service, self._address(self.grpc_port), self._tls)
                     self.grpc_port = await stack.enter_async_context(listens)
-                self._server = _Uvicorn(config, self.app.handlers.closing, ready, signals)
+                self._server = _Uvicorn(config, self.service.worker.log, ready, signals)
                 await self._server.serve([taken])
         finally:
             taken.close()
@@ -188,18 +189,16 @@ class Listener:
 class _Uvicorn(uvicorn.Server):
     """uvicorn's server, which reports when it listens and when it begins to stop."""
 
-    def __init__(
-        self, config: uvicorn.Config, closing: asyncio.Event, ready: Callable[[], None], signals: bool
-    ) -> None:
+    def __init__(self, config: uvicorn.Config, events: Events, ready: Callable[[], None], signals: bool) -> None:
         super().__init__(config)
-        self._closing, self._ready, self._signals = closing, ready, signals
+        self._events, self._ready, self._signals = events, ready, signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._closing.set()  # ends streams of events
+        self._events.close()
         await super().shutdown(sockets)
 
     @contextlib.contextmanager

@@ -28,7 +28,6 @@ from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, St
 from tribe.streams import Fleet
 
 TOGETHER = 64  # most streams that are held at the same time
-TRANSACTION = 2**24  # bytes of states that are stored at once; a larger state is stored alone
 
 Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with what belongs to it
 
@@ -246,7 +245,7 @@ class Sessions:
         """
         if self.writer is not None:
             await self.writer.write(session)
-            await self.runtime.finish(self._release_stored(session, self.writer.store))
+            await asyncio.shield(self.runtime.start(self._release_stored(session, self.writer.store)))
 
     async def _release_stored(self, session: StreamSession, store: StreamStore) -> None:
         async with self.runtime.hold(session.name):
@@ -373,17 +372,13 @@ class Writer:
         async with self._lock:
             try:
                 captured = await asyncio.gather(*map(self._capture, group), return_exceptions=True)
+                good = list[Captured]()
                 for session, one in zip(group, captured, strict=True):
                     if isinstance(one, BaseException):
                         self._report_failure(session, one)
-                good = [one for one in captured if one is not None and not isinstance(one, BaseException)]
-                written, part = 0, list[Captured]()
-                for one in good:  # as many at a time as one transaction takes
-                    if part and sum(len(write.blob) for _, write in (*part, one)) > TRANSACTION:
-                        written += await self._store(part)
-                        part = []
-                    part.append(one)
-                return written + (await self._store(part) if part else 0)
+                    elif one is not None:
+                        good.append(one)
+                return await self._store(good) if good else 0
             finally:  # what was captured and not stored counts as changed: `stop` cancels a round anywhere
                 for session in group:
                     if session.writing_since is not None:
