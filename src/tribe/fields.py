@@ -99,7 +99,10 @@ def check_fields(component: Any) -> None:
         if choices:
             *others, last = map(repr, choices)
             valid, expected = value in choices, f"{', '.join(others)} or {last}"
-        elif not kinds <= {bool, int, float, NoneType}:
+        elif (named := kinds == {float, tuple[str, ...]}) and not is_number(value):
+            valid = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
+            expected = "a number or a tuple of names"
+        elif not named and not kinds <= {bool, int, float, NoneType}:
             continue
         elif float in kinds:
             valid, expected = is_number(value), "a finite number"
@@ -109,7 +112,7 @@ def check_fields(component: Any) -> None:
         else:
             valid, expected = isinstance(value, bool | np.bool_), "True or False"
         require(valid, f"{name} is {expected}", value)
-        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ())):
+        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ()) if is_number(value)):
             require(value in bounds, f"{name} is {bounds}", value)
     plain_numbers(component)
 

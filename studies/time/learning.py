@@ -37,7 +37,7 @@ from tribe.core.moments import accumulation_dtype
 from tribe.core.precision import float32_precision
 from tribe.core.state import tree_map
 from tribe.filters.markov import Markov, MarkovState
-from tribe.methods import Affine, Agreement, Backbone, Info, Key, ScreenedBatch, Stats, Update, losses, optim
+from tribe.methods import Affine, Backbone, Info, Key, ScreenedBatch, Stats, Update, losses, optim, report_agreement
 from tribe.methods.tribe import Tribe, interleave
 
 CELLS = "F100", "V100"
@@ -117,12 +117,12 @@ class Learning(Tribe):
         logits, on, after = self.rule.step(state.time, prediction, batch.valid)
         teacher = prediction.argmax(-1)
         says = Answer(torch.where(on, logits.argmax(-1), teacher), on, logits.amax(-1) > math.log(self.surely))
-        new, trusted, agreement = self._learn_from(net, state, batch.x, teacher, says, batch.valid)
-        return Update(prediction, new._replace(time=after), trusted, new.affine, agreement)
+        new, trusted = self._learn_from(net, state, batch.x, teacher, says, batch.valid)
+        return Update(prediction, new._replace(time=after), trusted, new.affine)
 
     def _learn_from(
         self, net: Backbone, state: LearningState, x: Tensor, teacher: Tensor, says: Answer, valid: Tensor
-    ) -> tuple[LearningState, Tensor, Agreement]:
+    ) -> tuple[LearningState, Tensor]:
         """As `Tribe._learn`, with the labels, the target and the trust of this variant."""
         labels, counted = self._labels(teacher, says, valid)
         anchor, anchor_stats = self._anchor(net, state, x, labels, counted, None)
@@ -142,7 +142,8 @@ class Learning(Tribe):
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         new = state._replace(affine=moved, pair=pair_stats, anchor=anchor_stats, adam=moments)
-        return new, trusted, Agreement.of(taught, student, anchor, valid)
+        info = report_agreement(state.info, taught, student, anchor, valid)
+        return new._replace(info=info), trusted
 
     def _labels(self, teacher: Tensor, says: Answer, valid: Tensor) -> tuple[Tensor, Tensor]:
         """The labels of Balanced BN, and the images that its statistics count."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tribe
-from tribe.methods import Agreement
+from tribe.methods import report_agreement
 from tribe.testing import images, ready, small_network
 
 
@@ -13,10 +13,11 @@ def test_agreement_counts_valid_images_with_the_same_class():
     student = torch.eye(3)[None, [0, 1, 1, 1]]
     anchor = torch.eye(3)[None, [1, 1, 1, 1]]
     valid = torch.tensor([[True, True, True, False]])
-    found = Agreement.of(teacher, student, anchor, valid)
-    assert found.student.item() == pytest.approx(2 / 3)
-    assert found.anchor.item() == pytest.approx(1 / 3)
-    assert Agreement.of(teacher, student, None, valid).anchor.item() == 1
+    _, start = tribe.methods.Method.new_key_and_info(tribe.Backbone(small_network()), 1, 0)
+    info = report_agreement(start, teacher, student, anchor, valid)
+    assert info.student_agreement.item() == pytest.approx(2 / 3)
+    assert info.anchor_agreement.item() == pytest.approx(1 / 3)
+    assert report_agreement(start, teacher, student, None, valid).anchor_agreement.item() == 1
 
 
 def play(method, steps=6, **fields):

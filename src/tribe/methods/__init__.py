@@ -13,12 +13,11 @@ from tribe.methods.base import EntropyMethod, MemoryMethod
 from tribe.methods.building import classes_of, create, field_names, get, names, parse, variants
 from tribe.methods.method import Deployed, Method, check_classes, check_fits, count_classes, register, registry
 from tribe.methods.pipeline import AnyMethod, EmptyState, Pipeline, PipelineState, get_fields, guards, with_fields
-from tribe.methods.stepping import Agreement, ScreenedBatch, Update, finite, mask_logits, screen
+from tribe.methods.stepping import ScreenedBatch, Update, finite, mask_logits, report_agreement, screen
 from tribe.norms.batch import Robust
 
 __all__ = [
     "Affine",
-    "Agreement",
     "AnyMethod",
     "Backbone",
     "Deployed",
@@ -53,6 +52,7 @@ __all__ = [
     "parse",
     "register",
     "registry",
+    "report_agreement",
     "screen",
     "variants",
     "with_fields",

@@ -25,7 +25,7 @@ from tribe.core.state import tree_map
 from tribe.fields import Count, Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Key, ScreenedBatch, register
 from tribe.methods.base import gradient_step
-from tribe.methods.sar import adapted_channels, checked_tail
+from tribe.methods.sar import Tail, adapted_channels
 
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
 
@@ -50,7 +50,7 @@ class Deyo(EntropyMethod):
     lr: NotNegative = 0.00025  # learning rate, for batches of 64
     optimizer: Literal["adam", "sgd"] = "sgd"  # sgd: with momentum
     momentum: Momentum = 0.9  # of SGD
-    frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Lee et al., Entropy is not enough for test-time adaptation: from the perspective of disentangled factors, \
 ICLR 2024"
@@ -60,10 +60,6 @@ ICLR 2024"
         "cifar100": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "imagenet": {"tau_plpd": 0.3},
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:
         """Start at the source."""

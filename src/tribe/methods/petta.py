@@ -31,7 +31,7 @@ from tribe.core.rules import Frozen
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import NotNegative, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
-from tribe.methods import Agreement, ScreenedBatch, finite, mask_logits, register
+from tribe.methods import ScreenedBatch, finite, mask_logits, register, report_agreement
 from tribe.methods.method import features_of, require_features
 from tribe.methods.rotta import Branch, TimelyMethod
 from tribe.norms.batch import Robust
@@ -179,13 +179,12 @@ class Petta(TimelyMethod):
         moved, moments = optim.adam_step(state.student.affine, grads, state.adam, self.lr)
         alpha = ((1 - gamma) * self.alpha_0).unsqueeze(1).to(moved.weight)
         followed = tree_map(lambda t, s: t + alpha * (s - t), state.teacher.affine, moved)
-        agreement = Agreement.of(teacher, strong, anchor, valid)
         new = state._replace(
             teacher=Branch(followed, teacher_stats),
             student=Branch(moved, stats),
             anchor=anchor_stats,
             adam=moments,
-            info=state.info._replace(student_agreement=agreement.student, anchor_agreement=agreement.anchor),
+            info=report_agreement(state.info, teacher, strong, anchor, valid),
         )
         return select(due, new, state)
 

@@ -21,7 +21,7 @@ from tribe.core.augment import Augment, View, view
 from tribe.core.memory import Timely
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import Count, Share
-from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, MemoryMethod, register
+from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, register, report_agreement
 from tribe.norms.batch import Robust
 
 
@@ -102,11 +102,10 @@ class Rotta(TimelyMethod):
             grads = affine.gradient(loss)
         moved, moments = optim.adam_step(state.student.affine, grads, state.adam, self.lr)
         followed = tree_map(lambda t, s: torch.lerp(t, s, self.nu), state.teacher.affine, moved)
-        agreement = Agreement.of(teacher, student, None, valid)
         new = state._replace(
             teacher=Branch(followed, teacher_stats),
             student=Branch(moved, student_stats),
             adam=moments,
-            info=state.info._replace(student_agreement=agreement.student),
+            info=report_agreement(state.info, teacher, student, None, valid),
         )
         return select(due, new, state)

@@ -6,18 +6,18 @@ network must have collapsed, the parameters go back to the source's.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core import losses, optim
 from tribe.core.state import select, tree_map
-from tribe.fields import Momentum, NotNegative
+from tribe.fields import Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
 
+Tail = Annotated[float, Range(below=1)] | tuple[str, ...]  # a share of the layers, or names of layers or blocks
 NONE_YET = -1.0  # a moving mean of entropies without a first value
 
 
@@ -46,7 +46,7 @@ class Sar(EntropyMethod):
     e_m: NotNegative = 0.2  # moving mean of the loss, in nats, below which the network has collapsed
     lr: NotNegative = 0.00025  # of SGD, for batches of 64
     momentum: Momentum = 0.9
-    frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
     presets = {  # ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
@@ -55,10 +55,6 @@ class Sar(EntropyMethod):
         "cifar100": {"lr": 1e-3},
         "imagenet": {"lr": 0.00025},
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
         """Start at the source, with velocity zero."""
@@ -107,20 +103,7 @@ class Sar(EntropyMethod):
         return logits, reliable, grads, loss.detach().to(at.weight.dtype)
 
 
-def checked_tail(tail: float | Sequence[str]) -> float | tuple[str, ...]:
-    """Return a ``frozen_tail``, with names as a tuple; refused if it is neither a share of the layers nor names."""
-    tail = tuple(tail) if isinstance(tail, list) else tail
-    names = isinstance(tail, tuple) and all(isinstance(name, str) for name in tail)
-    share = isinstance(tail, int | float) and not isinstance(tail, bool) and 0 <= tail < 1
-    if not names and not share:
-        raise ValueError(
-            "frozen_tail is a share of the normalisation layers, at least 0 and below 1, or a tuple of names of "
-            f"layers or blocks; got {tail!r}"
-        )
-    return tail  # type: ignore[return-value]
-
-
-def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
+def adapted_channels(net: Backbone, tail: Tail) -> Tensor:
     """Return one for each channel that adapts, zero for those of the frozen tail: (C,)."""
     names = [slot.name for slot in net.slots]
     if isinstance(tail, tuple):
@@ -135,12 +118,9 @@ def adapted_channels(net: Backbone, tail: float | tuple[str, ...]) -> Tensor:
     else:
         first = len(names) - int(tail * len(names))
         frozen = [i >= first for i in range(len(names))]
-    adapted, start = torch.ones(net.channels, dtype=net.origin.state.affine.weight.dtype, device=net.device), 0
-    for slot, is_frozen in zip(net.slots, frozen, strict=True):
-        if is_frozen:
-            adapted[start : start + slot.channels] = 0
-        start += slot.channels
-    return adapted
+    like = net.origin.state.affine.weight
+    layers = zip(net.slots, frozen, strict=True)
+    return torch.cat([like.new_full((slot.channels,), not is_frozen) for slot, is_frozen in layers])
 
 
 def worst_nearby(affine: Affine, grads: Affine, rho: float) -> Affine:

@@ -17,7 +17,7 @@ from tribe.core.memory import ROOM, Timely
 from tribe.core.packed import ClassStats
 from tribe.core.state import Affine, Info, Stats, clone, rows_of, tree_map
 from tribe.fields import Count, Range, Share, require
-from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
+from tribe.methods import Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.tribe import STUDENT, TEACHER, Tribe, interleave
 from tribe.norms import Norm
 from tribe.norms.balanced import Balanced
@@ -157,24 +157,22 @@ class SelfTraining(Tribe):
             bank = memory.add_timely(bank, x, labels, uncertainty, batch.valid, self.class_count)
             labels, x = bank.label, memory.images(bank, batch.x.shape[2:])
             counted = bank.filled & batch.valid.any(1, keepdim=True)
-        new, share, agreement = segment(self._update, net, state._replace(memory=bank), x, labels, counted)
+        new, share = segment(self._update, net, state._replace(memory=bank), x, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(batch.valid)
-        return Update(prediction, new, trusted, new.teacher, agreement)
+        return Update(prediction, new, trusted, new.teacher)
 
     def _update(
         self, net: Backbone, state: SelfTrainingState, seen: Tensor, labels: Tensor, counted: Tensor
-    ) -> tuple[SelfTrainingState, Tensor | None, Agreement | None]:
-        """Update statistics, and parameters if they learn; also return the share (S,) of trusted samples, and how the
-        branches agree.
-        """
+    ) -> tuple[SelfTrainingState, Tensor | None]:
+        """Update statistics, and parameters if they learn; also return the share (S,) of trusted samples."""
         if not self.learning:
-            return state._replace(pair=self._observe(net, state, seen, labels, counted)), None, None
+            return state._replace(pair=self._observe(net, state, seen, labels, counted)), None
         teaching = None if self.teacher == "shared" else state.teacher
-        new, trusted, agreement = self._learn(net, state, seen, labels, counted, teaching)
+        new, trusted = self._learn(net, state, seen, labels, counted, teaching)
         teacher = clone(new.affine)
         if self.teacher == "ema":
             teacher = tree_map(lambda t, s: torch.lerp(t, s, self.nu), state.teacher, new.affine)
-        return new._replace(teacher=teacher), losses.mean_over(trusted.float(), counted), agreement
+        return new._replace(teacher=teacher), losses.mean_over(trusted.float(), counted)
 
     def _observe(self, net: Backbone, state: SelfTrainingState, x: Tensor, labels: Tensor, valid: Tensor) -> Any:
         """Update the teacher's statistics; a student that does not learn keeps its own."""

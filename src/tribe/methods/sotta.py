@@ -23,7 +23,7 @@ from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import Count, NotNegative, Share
 from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, register
 from tribe.methods.base import MemoryPrediction
-from tribe.methods.sar import adapted_channels, checked_tail, worst_nearby
+from tribe.methods.sar import Tail, adapted_channels, worst_nearby
 from tribe.norms.batch import Training
 
 
@@ -52,7 +52,7 @@ class Sotta(MemoryMethod):
     rho: NotNegative = 0.05  # radius of the ball in which ESM looks for the worst point
     momentum: Share = 0.2  # share of the memory in the running statistics, in each pass
     every: Count = 64  # images between updates
-    frozen_tail: float | tuple[str, ...] = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
 
     small = {"size": 8, "every": 4}
     paper = "Gong et al., SoTTA: robust test-time adaptation on noisy data streams, NeurIPS 2023"
@@ -63,10 +63,6 @@ class Sotta(MemoryMethod):
         "cifar100": {"c_0": 0.66},
         "imagenet": {"c_0": 0.33},
     }
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "frozen_tail", checked_tail(self.frozen_tail))
 
     def defaults(self) -> dict[str, float]:
         """Return the published confidence."""

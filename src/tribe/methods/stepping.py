@@ -45,21 +45,14 @@ def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
     return torch.where(seen.view(*seen.shape, *[1] * (logits.dim() - 2)), logits, 0)
 
 
-class Agreement(NamedTuple):
-    """Shares (S,) of the images on which the teacher and another branch predict the same class."""
-
-    student: Tensor
-    anchor: Tensor  # 1 without an anchor
-
-    @classmethod
-    def of(cls, teacher: Tensor, student: Tensor, anchor: Tensor | None, valid: Tensor) -> "Agreement":
-        """Compare the logits (S, B, K) of the branches on the images that count (S, B)."""
-        with torch.no_grad():
-            predicted = teacher.argmax(-1)
-            with_student = mean_over((predicted == student.argmax(-1)).float(), valid)
-            if anchor is None:
-                return cls(with_student, torch.ones_like(with_student))
-            return cls(with_student, mean_over((predicted == anchor.argmax(-1)).float(), valid))
+@torch.no_grad()
+def report_agreement(info: Info, teacher: Tensor, student: Tensor, anchor: Tensor | None, valid: Tensor) -> Info:
+    """Report on which share of the images that count (S, B) the branches' logits (S, B, K) predict the same class."""
+    predicted = teacher.argmax(-1)
+    info = info._replace(student_agreement=mean_over((predicted == student.argmax(-1)).float(), valid))
+    if anchor is None:
+        return info
+    return info._replace(anchor_agreement=mean_over((predicted == anchor.argmax(-1)).float(), valid))
 
 
 class ScreenedBatch(NamedTuple):
@@ -76,10 +69,9 @@ class Update(NamedTuple):
     """The predictions of a batch, and the state after it."""
 
     logits: Tensor  # (S, B, K)
-    state: Any  # without its key and its info, which `commit_step` sets
+    state: Any  # `commit_step` sets its key, and its info but for the agreement of branches
     trusted: Tensor | None = None  # (S, B), images that the method learned from; None: all
     affine: Affine | None = None  # the parameters that predict, for the distance from the source; None: they stayed
-    agreement: Agreement | None = None  # of the teacher with other branches; None: as before
     seen: Tensor | None = None  # (S, B), images that count and have finite logits, where the others were left out
 
 
@@ -88,16 +80,7 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
 
     A stream also keeps its old state if a prediction or a learned number is not finite: a black image is sound and may
     have no features. Its images count as skipped.
-
-    Args:
-        net: the network.
-        old: the state before the step.
-        update: what the method returned.
-        valid: the images that count (S, B).
-        rejected: how many images were real but bad (S,).
-
-    Returns:
-        The predictions, equal for images that do not count, and the next state.
+    Returns the predictions, equal for images that do not count, and the next state.
     """
     logits, new = update.logits, update.state
     with torch.no_grad():
@@ -110,15 +93,11 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
             share = share.flatten(2).mean(2) if share.dim() > 2 else share  # (S, B), the mean over pixels
         else:
             share = torch.zeros(logits.shape[:2], device=logits.device)
-        agreement = update.agreement or Agreement(new.info.student_agreement, new.info.anchor_agreement)
-        info = Info(
+        info = new.info._replace(
             images=old.info.images + valid.sum(1),
-            skipped=old.info.skipped,
             trusted=mean_over(torch.ones_like(share) if update.trusted is None else update.trusted.float(), valid),
             entropy=mean_over(share, valid),
             distance=old.info.distance if update.affine is None else distance_of(net, update.affine),
-            student_agreement=agreement.student,
-            anchor_agreement=agreement.anchor,
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
         chosen = valid.any(1) & sane

@@ -22,7 +22,7 @@ from tribe.core.moments import accumulation_dtype
 from tribe.core.packed import ClassStats
 from tribe.core.state import Affine, Info, Stats, copy_missing, room_for, rows_of, tree_map
 from tribe.fields import NotNegative
-from tribe.methods import Agreement, Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, register
+from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, register, report_agreement
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
 from tribe.norms.balanced import Balanced, Convention, apply_convention
 
@@ -140,8 +140,8 @@ class Tribe(Method):
         if batch.on_prediction is not None:
             batch.on_prediction(prediction)
         labels = prediction.argmax(-1)  # (S, B) pseudo labels for the statistics of all branches
-        new, trusted, agreement = self._learn(net, state, batch.x, labels, batch.valid, retired=batch.retired)
-        return Update(prediction, new, trusted, new.affine, agreement)
+        new, trusted = self._learn(net, state, batch.x, labels, batch.valid, retired=batch.retired)
+        return Update(prediction, new, trusted, new.affine)
 
     def _learn(
         self,
@@ -152,10 +152,8 @@ class Tribe(Method):
         valid: Tensor,
         teaching: Affine | None = None,  # the teacher's parameters; None: the student's
         retired: TribeState | None = None,
-    ) -> tuple[Any, Tensor, Agreement]:
-        """Update statistics and parameters; also return which samples (S, B) the teacher is certain of, and how the
-        branches agree.
-        """
+    ) -> tuple[Any, Tensor]:
+        """Update statistics and parameters; also return which samples (S, B) the teacher is certain of."""
         anchor, anchor_stats = self._anchor(net, state, x, labels, valid, retired and retired.anchor)
         seen, pair = view(self.augment, x, state.key), room_for(state.pair, retired and retired.pair)
 
@@ -192,8 +190,8 @@ class Tribe(Method):
 
         # NOTE: where nothing is trusted the gradient is zero and Adam still takes its step, as released.
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        new = state._replace(affine=moved, pair=pair, anchor=anchor_stats, adam=moments)
-        return new, trusted, Agreement.of(teacher, student, anchor, valid)
+        info = report_agreement(state.info, teacher, student, anchor, valid)
+        return state._replace(affine=moved, pair=pair, anchor=anchor_stats, adam=moments, info=info), trusted
 
     def _anchor(
         self, net: Backbone, state: Any, x: Tensor, labels: Tensor, valid: Tensor, spare: ClassStats | None

@@ -19,7 +19,7 @@ from tribe.data.scenarios import Scenario
 from tribe.filters import TimeFilter
 from tribe.methods import AnyMethod
 from tribe.norms import Norm
-from tribe.testing.data_checks import DATASET_CHECKS, SCENARIO_CHECKS, label_sets
+from tribe.testing.dataset_checks import DATASET_CHECKS
 from tribe.testing.filter_checks import FILTER_CHECKS
 from tribe.testing.method_checks import METHOD_CHECKS
 from tribe.testing.norm_checks import NORM_CHECKS
@@ -28,12 +28,14 @@ from tribe.testing.samples import (
     SIZE,
     images,
     informed,
+    label_sets,
     labels_in_bursts,
     predictions,
     ready,
     small,
     small_network,
 )
+from tribe.testing.scenario_checks import SCENARIO_CHECKS
 
 
 def check_method(method: AnyMethod) -> None:

@@ -5,14 +5,13 @@ find out that there are bursts, or none, and 500 to find out that they have ende
 """
 
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tribe.core.state import clone, digest, leaves, stream
-from tribe.filters import TimeFilter
+from tribe.filters import Filtered, TimeFilter
 from tribe.testing import shared
 from tribe.testing.samples import labels_in_bursts, predictions
 
@@ -24,17 +23,9 @@ MARGINS = {CLASSES: 2.0, 100: 3.0, 1000: 3.5}  # for K classes: 30 to 42 % of th
 TOO_SURE, CALIBRATED, CAUTIOUS = 2.0, 1.0, 0.4  # how many times too large the logits are
 
 
-class _Played(NamedTuple):
-    """The result of filtering a stream."""
-
-    logits: Tensor  # (S, N, K)
-    used: Tensor  # (S, N)
-    state: Any
-
-
 def _play(
     filter: TimeFilter, logits: Tensor, valid: Tensor | None = None, batch: int = 50, state: Any = None
-) -> _Played:
+) -> Filtered:
     """Filter a stream of predictions (S, N, K) in batches."""
     streams, _, classes = logits.shape
     valid = torch.ones(logits.shape[:2], dtype=torch.bool) if valid is None else valid
@@ -48,7 +39,7 @@ def _play(
         answers.append(filtered.logits)
         used.append(filtered.used)
         state = filtered.state
-    return _Played(torch.cat(answers, 1), torch.cat(used, 1), state)
+    return Filtered(torch.cat(answers, 1), torch.cat(used, 1), state)
 
 
 def _bursts(streams: int, images: int, classes: int = CLASSES) -> tuple[Tensor, Tensor]:
@@ -57,12 +48,12 @@ def _bursts(streams: int, images: int, classes: int = CLASSES) -> tuple[Tensor, 
     return labels, predictions(labels, classes)
 
 
-def _answers(played: _Played, logits: Tensor) -> Tensor:
+def _answers(played: Filtered, logits: Tensor) -> Tensor:
     """Return the predictions of a method with the filter: the filter's where it is used, else the method's own."""
     return torch.where(played.used.unsqueeze(-1), played.logits, logits.log_softmax(-1))
 
 
-def _compared(played: _Played, logits: Tensor) -> shared.Played:
+def _compared(played: Filtered, logits: Tensor) -> shared.Played:
     """Return all of a run that must be the same in an equal run."""
     return shared.Played([_answers(played, logits), played.used], played.state)
 
@@ -71,7 +62,7 @@ def _errors(answers: Tensor, labels: Tensor) -> int:
     return int((answers.argmax(-1) != labels).sum())
 
 
-def _same(one: _Played, other: _Played, logits: Tensor, tolerance: float = 1e-9) -> bool:
+def _same(one: Filtered, other: Filtered, logits: Tensor, tolerance: float = 1e-9) -> bool:
     """Return whether two runs give the same answers to the same predictions."""
     gap = (_answers(one, logits) - _answers(other, logits)).abs()
     return torch.equal(one.used, other.used) and bool((gap <= tolerance).all())
@@ -187,7 +178,7 @@ def _change_nothing(filter: TimeFilter, extra: Tensor, valid: bool) -> None:
         assert not bool(run.used[~real].any()), "an image that does not count is filtered"
         answers.append(run.logits[real].view_as(z))
         used.append(run.used[real].view(2, 10))
-    mixed_in = _Played(torch.cat(answers, 1), torch.cat(used, 1), state)
+    mixed_in = Filtered(torch.cat(answers, 1), torch.cat(used, 1), state)
     assert _same(clean, mixed_in, logits), "an image that does not count changed an answer"
     moved = _moved(state, clean.state)
     assert not moved, f"images that do not count moved {', '.join(moved)} of the state"
@@ -304,22 +295,4 @@ def is_documented(filter: TimeFilter) -> None:
     assert filter.always_on is None or len(filter.always_on.split()) > 4, "always_on gives no reason"
 
 
-FILTER_CHECKS: tuple[Callable[[TimeFilter], None], ...] = (
-    is_deterministic,
-    mutates_nothing,
-    streams_are_independent,
-    resumes_exactly,
-    batch_size_does_not_matter,
-    is_causal,
-    padding_changes_nothing,
-    an_image_that_says_nothing_changes_nothing,
-    stays_finite,
-    keeps_no_graph,
-    answers_are_log_probabilities,
-    state_size_is_fixed,
-    helps_in_bursts,
-    does_no_harm_without_bursts,
-    does_no_harm_to_a_cautious_network,
-    turns_off_when_bursts_end,
-    is_documented,
-)
+FILTER_CHECKS = shared.checks_of(globals())

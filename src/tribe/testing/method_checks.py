@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -331,24 +331,4 @@ def is_documented(method: AnyMethod) -> None:
     shared.require_documentation(type(Pipeline.of(method).method))
 
 
-METHOD_CHECKS: tuple[Callable[[AnyMethod], None], ...] = (
-    never_sees_labels,
-    is_deterministic,
-    its_clock_ticks,
-    mutates_nothing,
-    reusing_memory_changes_no_number,
-    streams_are_independent,
-    saves_and_resumes,
-    keeps_no_graph,
-    stays_finite,
-    padding_weighs_nothing,
-    a_poisoned_batch_touches_nothing,
-    says_nothing_of_what_does_not_count,
-    batch_size_may_change,
-    cost_does_not_grow,
-    adapts,
-    a_few_images_are_enough,
-    prediction_comes_before_learning,
-    predicts_with_what_it_deploys,
-    is_documented,
-)
+METHOD_CHECKS = shared.checks_of(globals())

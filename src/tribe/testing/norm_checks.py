@@ -1,12 +1,13 @@
 """The contract of norm rules. A check is named for the property it asserts; its docstring names the bug."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from tribe.core.state import Stats
 from tribe.norms import Norm
+from tribe.testing import shared
 
 
 def _moments(norm: Norm, rows: int = 3, batch: int = 7, channels: int = 5) -> tuple[Tensor, ...]:
@@ -98,11 +99,4 @@ def gradients_are_right(norm: Norm) -> None:
     assert not any(t.requires_grad for t in kept), "the statistics to keep have a graph"
 
 
-NORM_CHECKS: tuple[Callable[[Norm], None], ...] = (
-    order_in_the_batch_does_not_matter,
-    rows_are_independent,
-    invalid_samples_weigh_nothing,
-    nothing_valid_keeps_the_statistics,
-    changes_no_argument,
-    gradients_are_right,
-)
+NORM_CHECKS = shared.checks_of(globals())

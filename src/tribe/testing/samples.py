@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.rng import Key, normal, uniform
+from tribe.data.scenarios import Scenario
 from tribe.methods import AnyMethod, Pipeline, with_fields
 
 CLASSES = 4  # of the small network
 SIZE = 8  # of images, in pixels
+PER_CLASS = 120  # images of each class in each domain: a long tail of 100 leaves none empty
 
 
 def small_network(
@@ -91,6 +93,13 @@ def predictions(labels: Tensor, classes: int, margin: float = 2.0, heat: float =
     key = Key(torch.arange(len(labels)) + seed, torch.ones(len(labels), dtype=torch.int64))
     noise = normal(key, 3, (labels.shape[1], classes)).double()
     return heat * margin * (noise + margin * torch.nn.functional.one_hot(labels, classes))
+
+
+def label_sets(scenario: Scenario) -> list[Tensor]:
+    """Return labels of every base domain, each in another order."""
+    count = 3 if scenario.domains is None else len(scenario.domains)
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randperm(CLASSES * PER_CLASS, generator=generator) % CLASSES for _ in range(count)]
 
 
 def informed(method: AnyMethod, net: Backbone | None = None) -> AnyMethod:

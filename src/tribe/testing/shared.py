@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -12,6 +12,12 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tribe.core.state import digest, leaves, rebuild
+
+
+def checks_of(module: Mapping[str, Any]) -> tuple[Callable[[Any], None], ...]:
+    """Return the checks of a module, given its globals: all public functions that it defines, in their order."""
+    functions = [value for name, value in module.items() if inspect.isfunction(value) and not name.startswith("_")]
+    return tuple(function for function in functions if function.__module__ == module["__name__"])
 
 
 class Played(NamedTuple):
