@@ -9,7 +9,7 @@ skips batches, limits updates, and blends what predicts. It acts stream by strea
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,7 @@ from tribe.core.graphs import SideStream
 from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Info, Stats, clone, copy_like, per_stream, select_joined
 from tribe.core.validation import good_images
-from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.fields import Count, NotNegative, Positive, Range, Share, check_fields, require
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
@@ -63,7 +63,7 @@ class Watch:
     """Settings of watching a stream: alarms, estimated accuracy, agreement with the source."""
 
     calibration: KnowledgeLike = None  # a `tribe.health.Calibration`, or its file; None: no estimate, fewer alarms
-    probe: int = 4  # every so many images of a batch, one is also predicted by the source; 0: none
+    probe: Annotated[int, Range()] = 4  # every so many images of a batch, one is also predicted by the source; 0: none
 
     name: ClassVar[str]  # set by the registry
     paper: ClassVar[str] = "beyond the paper: docs/health.md"
@@ -71,7 +71,7 @@ class Watch:
     acts: ClassVar[bool] = False  # whether predictions are others than the method's
 
     def __post_init__(self) -> None:
-        require(is_whole(self.probe, least=0), "probe is a whole number, at least 0", self.probe)
+        check_fields(self)
         given: Any = self.calibration
         if isinstance(given, Calibration):
             given = given.knowledge()
@@ -82,7 +82,6 @@ class Watch:
         if given is not None:
             Calibration.of(given)  # refuses other knowledge
         object.__setattr__(self, "calibration", given)
-        plain_numbers(self)
 
     def lean(self, net: Backbone, method: Method, state: Any) -> Deployed:
         """Return the network that predicts: the method's."""
@@ -219,35 +218,26 @@ class Watch:
 class Guard(Watch):
     """Settings of a guard: its limits, and how far predictions lean on the source."""
 
-    probe: int = 16
-    lean_half: float | None = None  # distance of the statistics at which predictions lean halfway; see `fitted`
-    lean_single: float | None = None  # the same in batches of one image, between them by 1 / size; None: lean_half
-    lean_most: float = 1.0  # the most that predictions follow adapted statistics; 0: the source's only
-    lean_batch: float = 0.3  # for methods that normalise with the batch's statistics: their share ...
-    pull: float = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
-    speed: float | None = 0.003  # the most that affine parameters move in a batch, relative to their norm; None: any
+    probe: Annotated[int, Range()] = 16
+    lean_half: NotNegative | None = None  # distance of the statistics at which predictions lean halfway; see `fitted`
+    lean_single: NotNegative | None = None  # the same in batches of one image, else by 1 / size; None: lean_half
+    lean_most: Share = 1.0  # the most that predictions follow adapted statistics; 0: the source's only
+    lean_batch: Share = 0.3  # for methods that normalise with the batch's statistics: their share ...
+    pull: Share = 0.03  # ... and the share of the way back to the source's affine parameters, after every batch
+    speed: Positive | None = 0.003  # the most that affine parameters move in a batch, relative to their norm; None: any
     skip: bool = True  # learn nothing from a batch with black, flat, frozen or noise frames, or values of 0 to 255
-    good_every: int | None = 1000  # images after which a healthy state is kept, to return to; None: never return
+    good_every: Count | None = 1000  # images after which a healthy state is kept, to return to; None: never return
 
     small: ClassVar[Mapping[str, Any]] = {"skip": False}  # the images of `tribe.testing` are noise, which it skips
     acts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        half, single, most = self.lean_half, self.lean_single, self.lean_most
-        speed, every = self.speed, self.good_every
-        for name in ("lean_most", "lean_batch", "pull"):
-            value = getattr(self, name)
-            require(is_number(value) and 0 <= value <= 1, f"{name} of a guard is a share, between 0 and 1", value)
-        known = half is None or (is_number(half) and half >= 0)
-        require(known, "lean_half of a guard is a distance, at least 0, or None: predictions do not lean", half)
-        known = single is None or (half is not None and is_number(single) and single >= half)
+        half, single = self.lean_half, self.lean_single
+        known = single is None or (half is not None and single >= half)
         require(known, "lean_single of a guard is a distance, at least lean_half, or None: as lean_half", single)
-        require(speed is None or (is_number(speed) and speed > 0), "speed of a guard is above 0, or None", speed)
-        require(isinstance(self.skip, bool), "skip of a guard is True or False", self.skip)
-        require(every is None or is_whole(every, least=1), "good_every of a guard is at least 1, or None", every)
-        leans = (half or 0, most if half is not None else 1, self.lean_batch, self.pull) != (0, 1, 1, 0)
-        if not (self.skip or speed is not None or every is not None or leans):
+        leans = (half or 0, self.lean_most if half is not None else 1, self.lean_batch, self.pull) != (0, 1, 1, 0)
+        if not (self.skip or self.speed is not None or self.good_every is not None or leans):
             raise ValueError(
                 "this guard can never act: it skips nothing, limits nothing, keeps no state to return to, and follows "
                 "the adapted statistics wholly. Set skip, speed, good_every or lean_half; tribe+watch only watches"

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.state import copy_like, count_bytes, replace_stream, tree_map
-from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.fields import Count, Positive, Range, check_fields, is_number, is_whole, require
 from tribe.methods import AnyMethod
 
 NO_HISTORY = (
@@ -38,20 +38,15 @@ class History:
     ``megabytes``.
     """
 
-    every: int | None = 1000  # images of a stream between two snapshots, padding included; None: by time alone
-    seconds: float | None = 60.0  # time between two snapshots, for cameras with few images; None: by images alone
-    keep: int = 32  # snapshots of a stream, at least 2
-    megabytes: float = 1024  # the most memory that the snapshots of a stream may take, in 2**20 bytes
+    every: Count | None = 1000  # images of a stream between two snapshots, padding included; None: by time alone
+    seconds: Positive | None = 60.0  # time between two snapshots, for cameras with few images; None: by images alone
+    keep: Annotated[int, Range(low=2)] = 32  # snapshots of a stream
+    megabytes: Positive = 1024  # the most memory that the snapshots of a stream may take, in 2**20 bytes
     clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)  # seconds; never goes back
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require(self.every is None or is_whole(self.every, 1), "every is a number of images, at least 1", self.every)
-        positive = self.seconds is None or (is_number(self.seconds) and self.seconds > 0)
-        require(positive, "seconds is a number above 0", self.seconds)
+        check_fields(self)
         require(self.every is not None or self.seconds is not None, "a history needs every= or seconds=", self)
-        require(is_whole(self.keep, 2), "keep is a number of snapshots, at least 2", self.keep)
-        require(is_number(self.megabytes) and self.megabytes > 0, "megabytes is a number above 0", self.megabytes)
         require(callable(self.clock), "clock is a function that returns seconds", self.clock)
 
     @classmethod

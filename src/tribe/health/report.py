@@ -67,15 +67,13 @@ class StreamReport(NamedTuple):
     filter: FilterInfo | None = None  # None without a time filter
 
 
-def describe_streams(info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ...]], frozen: bool) -> list[StreamInfo]:
+def describe_streams(
+    info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ...]], frozen: Sequence[bool]
+) -> list[StreamInfo]:
     """Return a report on each stream; ``poisoned`` are the positions of bad images in its last batch."""
-    columns = [t.tolist() for t in info]
-    return [
-        StreamInfo(images, skipped, poisoned[i], trusted, entropy, distance, clock, frozen, *agreement)
-        for i, (clock, images, skipped, trusted, entropy, distance, *agreement) in enumerate(
-            zip(steps.tolist(), *columns, strict=True)
-        )
-    ]
+    columns = {name: t.tolist() for name, t in info._asdict().items()}
+    columns |= {"steps": steps.tolist(), "poisoned": poisoned, "frozen": frozen}
+    return [StreamInfo(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
 # -- alarms ------------------------------------------------------------------------------------------------------------

@@ -367,8 +367,8 @@ class Streams:
     def infos(self, name: str) -> list[StreamInfo]:
         """Return what each stream of an entry has learned from."""
         with self.reading(name) as entries:
-            entry = entries[name]
-            return describe_streams(entry.state.info, entry.state.key.clock, entry.bad_images(), entry.frozen)
+            state, entry = entries[name].state, entries[name]
+            return describe_streams(state.info, state.key.clock, entry.bad_images(), [entry.frozen] * self.streams)
 
     def healths(self, name: str) -> list[Health] | None:
         """Return how each stream of an entry does; None without ``health`` or ``guard``."""

@@ -45,22 +45,15 @@ def fleet(
     """Make a trained classifier adapt to many streams (cameras), each with a name.
 
     Args:
-        model: as for `tribe.adapt`.
-        method: as for `tribe.adapt`.
-        time: as for `tribe.adapt`.
-        guard: as for `tribe.adapt`.
-        health: as for `tribe.adapt`: `Fleet.health` and `Fleet.events`.
-        on_event: as for `tribe.adapt`; `Event.stream` is the name of the stream.
-        classes: as for `tribe.adapt`.
+        on_event: called with every alarm; `Event.stream` is the name of the stream.
         rows: the most states on the network's device; the least recently used others move to host memory. None: as
             many as fit in 2 GiB.
         seed: the seed of a stream is a hash of this number and of the stream's name; see `stream_seed`.
-        history: as for `tribe.adapt`, for each stream.
-        graphs: as for `tribe.adapt`.
-        deterministic: as for `tribe.adapt`.
         exact: step streams one by one, so that each gets the bits that it gets alone; slower. False: streams go through
             the network together, and agree with single ones to rounding.
         fields: the method's hyper-parameters.
+
+    The other arguments are as for `tribe.adapt`; a history is one of each stream.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
@@ -213,11 +206,9 @@ class Fleet(Streams):
             return {}
         states = [entry.state for entry in entries.values()]
         steps = torch.cat([state.key.clock for state in states])
-        infos = describe_streams(gather([state.info for state in states]), steps, [()] * len(states), False)
-        return {
-            name: info._replace(frozen=entry.frozen, poisoned=entry.bad_images()[0])
-            for (name, entry), info in zip(entries.items(), infos, strict=True)
-        }
+        bad, frozen = ([entry.bad_images()[0] for entry in entries.values()], [e.frozen for e in entries.values()])
+        infos = describe_streams(gather([state.info for state in states]), steps, bad, frozen)
+        return dict(zip(entries, infos, strict=True))
 
     def report_many(self, names: Iterable[str]) -> dict[str, StreamReport]:
         """Return reports on several streams, read together, without those of a time filter.
