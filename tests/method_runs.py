@@ -21,8 +21,8 @@ def batches(steps=4, streams=1, batch=7, dtype=DOUBLE):
     return [images(streams, batch, seed, dtype) for seed in range(steps)]
 
 
-def play(method, net, xs, state=None):
-    state = method.init(net, xs[0].shape[0]) if state is None else state
+def play(method, net, xs, state=None, seed=0):
+    state = method.init(net, len(xs[0]), seed) if state is None else state
     outputs = []
     for x in xs:
         y, state = method.step(net, state, x)

@@ -47,6 +47,24 @@ def test_the_number_of_classes_is_asked_for(name):
         methods.create(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "field", "values"),
+    [("cotta", "p_th", (0.92, 0.72, 0.1)), ("petal", "p_th", (0.92, 0.72, 0.1)), ("sotta", "c_0", (0.99, 0.66, 0.33))],
+)
+def test_published_settings_follow_from_the_number_of_classes(name, field, values):
+    assert tuple(getattr(methods.create(name, classes=k), field) for k in (10, 100, 1000)) == values
+
+
+@pytest.mark.parametrize("name", ["lame", "petta", "ttac"])
+def test_features_need_a_classifier_layer(name):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    method, source = methods.create(name, classes=4), [(batches(1, dtype=torch.float32)[0][0], None)]
+    for use in (method.init, *([lambda net: method.study(net, source)] if method.needs else [])):
+        with pytest.raises(ValueError, match=r"no classifier layer was found.*classifier=\.\.\."):
+            use(Backbone(model))
+    informed(method, named := Backbone(model, classifier="3")).init(named)  # says where the features are
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_presets_can_be_built_and_have_room_for_their_images(name):
     values = {"mnist": 28 * 28, "cifar10": 3 * 32 * 32, "cifar100": 3 * 32 * 32, "imagenet": 3 * 224 * 224}

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import method_runs
 import tribe
+from method_runs import play
 from tribe import methods
 from tribe.core import all_weights as weights
 from tribe.core.all_weights import WeightLayout
@@ -24,6 +27,7 @@ from tribe.testing import CLASSES, images, informed, small_network
 
 ALL = ("cotta", "petal", "ttac")
 ALWAYS, NEVER = 1.5, 0.0  # p_th: a confidence is never above one, nor below zero
+batches = partial(method_runs.batches, batch=6, dtype=torch.float32)
 
 
 def create(name, **fields):
@@ -33,23 +37,6 @@ def create(name, **fields):
 def training(model):
     """A copy that normalises each batch with its own statistics."""
     return copy.deepcopy(model).train()
-
-
-def moved(net, method, state):
-    """All of a state's student parameters, by name."""
-    return WeightLayout(net).unpack(state.student)
-
-
-def batches(steps, batch=6, dtype=torch.float32):
-    return [images(1, batch, seed, dtype) for seed in range(steps)]
-
-
-def play(method, net, xs, streams=1, seed=0):
-    state, outputs = method.init(net, streams, seed), []
-    for x in xs:
-        y, state = method.step(net, state, x)
-        outputs.append(y)
-    return outputs, state
 
 
 # -- CoTTA ----------------------------------------------------------------------------------------------------------
@@ -136,15 +123,6 @@ def test_confidence_is_measured_on_valid_images_only():
         assert torch.allclose(near.predict(net, state, padded, valid)[:, :6], near.predict(net, state, x), atol=1e-5)
 
 
-def test_views_in_one_pass_change_no_number():
-    net, xs = Backbone(small_network(dtype=torch.float64)), batches(3, dtype=torch.float64)
-    reference, state = play(create("cotta", p_th=ALWAYS, n=5, chunk=1), net, xs)
-    for chunk in (2, 5, 64):
-        outputs, other = play(create("cotta", p_th=ALWAYS, n=5, chunk=chunk), net, xs)
-        assert all(torch.allclose(a, b, rtol=0, atol=1e-9) for a, b in zip(outputs, reference, strict=True))
-        assert torch.allclose(other.student.weights, state.student.weights, rtol=0, atol=1e-9)
-
-
 def test_no_two_views_are_alike():
     method = create("cotta", n=6, chunk=4)
     x, key = images(1, 3), Key(torch.tensor([1]), torch.tensor([2]))
@@ -188,19 +166,6 @@ def test_affine_parameters_are_restored_too():
     assert torch.equal(weights.flat(state.student), weights.flat(WeightLayout(net).source()))
     assert state.adam.first.weights.abs().max() > 0
     assert not torch.equal(weights.flat(state.teacher), weights.flat(WeightLayout(net).source()))
-
-
-def test_a_custom_augmentation_that_changes_the_shape_is_refused():
-    net = Backbone(small_network())
-    method = create("cotta", p_th=ALWAYS, augment=lambda x: x[..., :4])
-    with pytest.raises(ValueError, match=r"augment turned images of shape \(6, 3, 8, 8\) into \(6, 3, 8, 4\)"):
-        method.step(net, method.init(net), images(1, 6))
-
-
-@pytest.mark.parametrize(("classes", "p_th"), [(10, 0.92), (100, 0.72), (1000, 0.1)])
-def test_the_threshold_follows_from_the_number_of_classes(classes, p_th):
-    assert methods.create("cotta", classes=classes).p_th == p_th
-    assert methods.create("petal", classes=classes).p_th == p_th
 
 
 # -- PETAL ----------------------------------------------------------------------------------------------------------
@@ -292,10 +257,8 @@ def test_a_posterior_needs_two_snapshots():
 
 
 @pytest.mark.parametrize("name", ["petal", "ttac"])
-def test_source_knowledge_is_asked_for_and_travels_in_a_file(name, tmp_path):
+def test_source_knowledge_travels_in_a_file(name, tmp_path):
     net = Backbone(small_network())
-    with pytest.raises(KnowledgeError, match=f"{name} needs the mean and"):
-        methods.create(name, classes=CLASSES).init(net)
     method = create(name)
     method.knowledge.save(tmp_path / "known.safetensors")
     loaded = methods.create(name, classes=CLASSES, knowledge=tmp_path / "known.safetensors")
@@ -357,12 +320,12 @@ def slow_ttac(model, xs, known, lr, n_clus, n_all, n_min, tau):
 
 
 def test_ttac_equals_a_loop_over_samples():
-    model, xs = small_network(dtype=torch.float64), batches(6, 12, torch.float64)
+    model, xs = small_network(dtype=torch.float64), batches(6, batch=12, dtype=torch.float64)
     net = Backbone(model)
     fields = {"lr": 1e-3, "n_clus": 20, "n_all": 40, "n_min": 10}
     method = methods.create("ttac", classes=CLASSES, tau_pp=0.6, **fields)
     method = dataclasses.replace(
-        method, knowledge=method.study(net, [(x[0] * 0.8, None) for x in batches(5, 16, torch.float64)])
+        method, knowledge=method.study(net, [(x[0] * 0.8, None) for x in batches(5, batch=16, dtype=torch.float64)])
     )
     outputs, state = play(method, net, xs)
     known = dict(method.knowledge.tensors)
@@ -387,7 +350,7 @@ def test_ttac_equals_a_loop_over_samples():
 def test_the_source_gaussians_are_those_of_the_features(statistics):
     model = small_network()
     net = Backbone(model)
-    xs = [x[0] for x in batches(4, 16)]
+    xs = [x[0] for x in batches(4, batch=16)]
     method = methods.create("ttac", classes=CLASSES, statistics=statistics)
     known = method.study(net, [(x, None) for x in xs]).tensors
     module = training(model) if statistics == "batch" else copy.deepcopy(model).eval()
@@ -414,18 +377,16 @@ def test_ttac_with_frozen_statistics_predicts_as_the_source_first():
     assert not torch.equal(state.weights, method.init(net).weights)
 
 
-def test_knowledge_of_features_under_other_statistics_is_refused():
-    net = Backbone(small_network())
-    method = create("ttac", statistics="frozen")
-    with pytest.raises(KnowledgeError, match="features under frozen statistics; this TTAC uses batch ones"):
-        dataclasses.replace(method, statistics="batch").init(net)
-
-
-def test_knowledge_of_another_number_of_classes_is_refused():
-    net = Backbone(small_network())
-    method = create("ttac", class_aware=False)
-    with pytest.raises(KnowledgeError, match="describes 0 classes; this TTAC aligns 4"):
-        dataclasses.replace(method, class_aware=True).init(net)
+@pytest.mark.parametrize(
+    ("studied", "played", "words"),
+    [
+        ({"statistics": "frozen"}, {"statistics": "batch"}, "features under frozen statistics; this TTAC uses batch"),
+        ({"class_aware": False}, {"class_aware": True}, "describes 0 classes; this TTAC aligns 4"),
+    ],
+)
+def test_knowledge_of_other_features_is_refused(studied, played, words):
+    with pytest.raises(KnowledgeError, match=words):
+        dataclasses.replace(create("ttac", **studied), **played).init(Backbone(small_network()))
 
 
 def test_all_features_can_be_aligned_without_classes():
@@ -465,16 +426,6 @@ def test_covariances_too_large_to_keep_are_refused():
         2048,
         2048,
     )
-
-
-def test_a_network_without_a_classifier_layer_is_refused():
-    net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()))
-    with pytest.raises(ValueError, match=r"no classifier layer was found.*classifier=\.\.\."):
-        methods.create("ttac", classes=4).study(net, [(images(1, 6)[0], None)])
-    tensors = {"class_mean": torch.zeros(4, 4), "class_cov": torch.zeros(4, 4, 4), "mean": torch.zeros(4)}
-    known = tribe.knowledge.Knowledge("ttac", tensors | {"cov": torch.eye(4)}, net.fingerprint(exact=False))
-    with pytest.raises(ValueError, match="no classifier layer was found"):
-        methods.create("ttac", classes=4, knowledge=known).init(net)
 
 
 def test_ttac_leaves_every_linear_layer_as_it_is():

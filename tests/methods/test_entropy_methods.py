@@ -1,6 +1,5 @@
 """PL, LAME, EATA, SAR and ROID against slow loops over ordinary layers, and at their edges."""
 
-import copy
 import dataclasses
 import math
 
@@ -10,29 +9,17 @@ import torch
 from torch import nn
 
 from method_runs import DOUBLE, assert_affine, batches, network, play
+from plain_methods import entropy_of, ordinary
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
-from tribe.core.state import Affine, digest, stream
+from tribe.core.state import digest, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.lame import nearest
 from tribe.methods.sar import adapted_channels
-from tribe.testing import images, informed
-
-
-def batch_norm_module(net):
-    """The network as an ordinary module whose BatchNorm layers use each batch's own statistics, and its parameters."""
-    module = net.plain(net.source()[0], None)
-    layers = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
-    for layer in layers:
-        layer.requires_grad_(True)
-    return module, [m.weight for m in layers], [m.bias for m in layers]
-
-
-def entropy(p):
-    return -sum(float(v) * math.log(float(v)) for v in p)
+from tribe.testing import images
 
 
 def entropies(logits):
@@ -46,7 +33,7 @@ def entropies(logits):
 def test_pl_is_adam_on_the_cross_entropy_with_its_own_argmax():
     net, xs = network(), batches()
     outputs, state = play(methods.create("pl"), net, xs)
-    module, weights, biases = batch_norm_module(net)
+    module, weights, biases = ordinary(net)
     optimiser = torch.optim.Adam([*weights, *biases], lr=1e-3)
     for x, y in zip(xs, outputs, strict=True):
         logits = module(x[0])
@@ -124,13 +111,6 @@ def test_a_stream_that_has_settled_stays_while_another_goes_on():
     np.testing.assert_allclose(y[1].numpy(), lame_by_hand(*source_outputs(net, x[1:])), atol=1e-9)
 
 
-def test_lame_leaves_a_single_image_as_the_source_sees_it():
-    net, x = network(), images(1, 1, 2, DOUBLE)
-    (y,), _ = play(methods.create("lame"), net, [x])
-    logits, _ = source_outputs(net, x)
-    np.testing.assert_allclose(y[0].numpy(), torch.from_numpy(logits).softmax(-1).numpy(), atol=1e-8)
-
-
 def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
     net = network()
     x = torch.cat((images(1, 1, 5, DOUBLE).expand(1, 7, 3, 8, 8), images(1, 5, 6, DOUBLE)), 1)
@@ -140,26 +120,6 @@ def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
     (y,), _ = play(methods.create("lame"), net, [x])
     torch.testing.assert_close(y[0, :7], y[0, :1].expand(7, -1), rtol=0, atol=1e-12)
     np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x)), atol=1e-9)
-
-
-def test_images_with_nan_take_no_part_in_the_neighbourhood():
-    net, x = network(), images(1, 9, 4, DOUBLE)
-    keep = torch.tensor([0, 2, 3, 5, 6, 8])
-    poisoned = x.clone()
-    poisoned[0, [1, 4, 7]] = float("nan")
-    method = methods.create("lame")
-    (y,), state = play(method, net, [poisoned])
-    (clean,), _ = play(method, net, [x[:, keep]])
-    torch.testing.assert_close(y[:, keep], clean, rtol=0, atol=1e-10)
-    torch.testing.assert_close(y[0, [1, 4, 7]], torch.full((3, 4), 0.25, dtype=DOUBLE))
-    assert int(state.info.skipped) == 3
-
-
-def test_lame_refuses_a_network_without_a_classifier_layer():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.raises(ValueError, match="no classifier layer was found"):
-        methods.create("lame").init(Backbone(model))
-    methods.create("lame").init(Backbone(model, classifier="3"))  # says where the features are: fine
 
 
 def test_lame_refuses_features_that_are_not_one_an_image():
@@ -183,7 +143,7 @@ def test_lame_refuses_features_that_are_not_one_an_image():
 
 
 def eata_by_hand(net, xs, fisher, e0=0.4, d=0.05, alpha=2000.0, lr=1e-3):
-    module, weights, biases = batch_norm_module(net)
+    module, weights, biases = ordinary(net)
     start = [p.detach().clone() for p in (*weights, *biases)]
     optimiser, mean, steps = torch.optim.Adam([*weights, *biases], lr=lr), None, 0
     for x in xs:
@@ -192,13 +152,13 @@ def eata_by_hand(net, xs, fisher, e0=0.4, d=0.05, alpha=2000.0, lr=1e-3):
         kept = []
         for i, p in enumerate(logits.detach().softmax(1)):
             alike = 0.0 if mean is None else float(mean @ p / mean.norm() / p.norm())
-            if entropy(p) < e0 * math.log(classes) and (mean is None or abs(alike) < d):
+            if float(entropy_of(logits[i].detach())) < e0 * math.log(classes) and (mean is None or abs(alike) < d):
                 kept.append(i)
         if not kept:
             continue
         loss = 0
         for i in kept:
-            doubt = -(logits[i].softmax(0) * logits[i].log_softmax(0)).sum()
+            doubt = entropy_of(logits[i])
             loss = loss + math.exp(e0 * math.log(classes) - float(doubt.detach())) * doubt / len(kept)
         for p, p0, f in zip((*weights, *biases), start, fisher, strict=True):
             loss = loss + alpha * (f * (p - p0) ** 2).sum()
@@ -243,49 +203,12 @@ def test_some_streams_step_and_others_stay_bit_for_bit():
     assert float(after.info.trusted[0]) == 0 < float(after.info.trusted[1])
 
 
-def test_the_moving_mean_starts_with_what_is_kept_first():
-    net, xs = network(sure=3.0), batches(3)
-    method = methods.create("eata", classes=4, alpha=0.0, lr=0.0, d=2.0)  # everything reliable is new
-    outputs, state = play(method, net, xs[:1])
-    kept = [y[entropies(y) < 0.4 * math.log(4)].softmax(-1).mean(0) for y in outputs]
-    torch.testing.assert_close(state.mean[0], kept[0])
-    outputs, state = play(method, net, xs[1:], state)
-    kept += [y[entropies(y) < 0.4 * math.log(4)].softmax(-1).mean(0) for y in outputs]
-    torch.testing.assert_close(state.mean[0], 0.9 * (0.9 * kept[0] + 0.1 * kept[1]) + 0.1 * kept[2])
-    unsure = dataclasses.replace(method, e0=0.0)
-    _, after = play(unsure, net, xs, state)
-    assert torch.equal(after.mean, state.mean)
-
-
-def test_before_there_is_a_moving_mean_every_reliable_prediction_is_new():
-    net, xs = network(sure=3.0), batches(3)
-    _, state = play(methods.create("eata", classes=4, alpha=0.0, d=0.0), net, xs)
-    assert int(state.adam.steps) == 1, "the first batch is learned from; with d = 0 no later one is"
-
-
-def test_eata_without_penalty_needs_no_knowledge_and_with_it_says_what():
-    net = network()
-    play(methods.create("eata", classes=4, alpha=0.0), net, batches(1))
-    with pytest.raises(KnowledgeError, match=r"eata needs the Fisher information.*tribe source eata"):
-        methods.create("eata", classes=4).init(net)
-
-
-def test_the_penalty_holds_parameters_back():
-    net, xs = network(sure=3.0), batches(6)
-    start = net.source()[0].weight
-    moves = []
-    for alpha in (0.0, 1e6):
-        method = informed(methods.create("eata", classes=4, d=2.0, alpha=alpha), net)
-        moves.append((play(method, net, xs)[1].affine.weight - start).abs().sum())
-    assert moves[1] < 0.8 * moves[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
 @pytest.mark.parametrize("fisher", ["mean", "sum"])
 def test_eata_studied_and_played_equals_plain_pytorch(fisher, dtype):
     """From source images to adapted parameters, with an ordinary module, backward() and torch.optim alone."""
     net, xs, source = network(dtype=dtype, sure=3.0), batches(6, dtype=dtype), batches(9, dtype=dtype)[6:]
-    module, weights, biases = batch_norm_module(net)
+    module, weights, biases = ordinary(net)
     total = [torch.zeros_like(p) for p in (*weights, *biases)]
     for x in source:
         module.zero_grad()
@@ -301,6 +224,7 @@ def test_eata_studied_and_played_equals_plain_pytorch(fisher, dtype):
     _, state = play(method, net, xs)
     weights, biases, _, steps = eata_by_hand(net, xs, wanted, d=2.0, alpha=20.0)
     assert int(state.adam.steps) == steps == len(xs)
+    assert method.knowledge.spec == {"images": 21, "batches": 3}
     assert_affine(state.affine, weights, biases, atol=1e-6)
     other = dataclasses.replace(method, fisher="sum" if fisher == "mean" else "mean")
     assert (play(other, net, xs)[1].affine.weight - state.affine.weight).abs().max() > 1e-5, "the penalty did nothing"
@@ -319,33 +243,6 @@ def test_a_mean_over_unknown_batches_is_refused(batches_):
         methods.create("eata", classes=4, knowledge=knowledge).init(net)
     methods.create("eata", classes=4, knowledge=knowledge, fisher="sum").init(net)
     methods.create("eata", classes=4, knowledge=knowledge, alpha=0.0).init(net)
-
-
-def test_knowledge_holds_the_sum_of_squared_gradients_and_the_number_of_batches():
-    net, xs = network(), [x[0] for x in batches(3)]
-    method = methods.create("eata", classes=4)
-    knowledge = method.study(net, [(x, None) for x in xs])
-    module, weights, biases = batch_norm_module(net)
-    expected = torch.zeros(28, dtype=DOUBLE)
-    for x in xs:
-        logits = module(x)
-        loss = nn.functional.cross_entropy(logits, logits.argmax(1))
-        grads = torch.autograd.grad(loss, [*weights, *biases])
-        expected += torch.cat(grads) ** 2
-    got = torch.cat((knowledge.tensors["weight"], knowledge.tensors["bias"]))
-    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
-    assert knowledge.spec == {"images": 21, "batches": 3}
-    assert not any(t.requires_grad for t in knowledge.tensors.values())
-
-
-def test_study_leaves_out_images_that_are_not_finite():
-    net, x = network(), images(1, 8, 1, DOUBLE)[0]
-    poisoned = torch.cat((x, torch.full_like(x[:2], float("nan"))))
-    method = methods.create("eata", classes=4)
-    a, b = (method.study(net, [(images_, None)]) for images_ in (x, poisoned))
-    assert all(torch.allclose(a.tensors[k], b.tensors[k], rtol=1e-9) for k in ("weight", "bias"))
-    with pytest.raises(KnowledgeError, match="needs source images; got none"):
-        method.study(net, [])
 
 
 def test_study_reproduces_the_recorded_fisher_information():
@@ -370,7 +267,7 @@ def test_study_reproduces_the_recorded_fisher_information():
 
 def sar_by_hand(net, xs, adapted, e0=0.4, rho=0.05, lr=0.00025, momentum=0.9):
     """Both passes with ordinary layers; `adapted` says which layers move."""
-    module, weights, biases = batch_norm_module(net)
+    module, weights, biases = ordinary(net)
     parameters = [p for i in adapted for p in (weights[i], biases[i])]
     optimiser, mean = torch.optim.SGD(parameters, lr=lr, momentum=momentum), None
     for x in xs:
@@ -473,7 +370,7 @@ def view(x):
 
 
 def roid_by_hand(net, xs, lr=1e-3, sgd=False, alpha=0.99, beta=0.9, tau=1 / 3):
-    module, weights, biases = batch_norm_module(net)
+    module, weights, biases = ordinary(net)
     parameters = [*weights, *biases]
     start = [p.detach().clone() for p in parameters]
     if sgd:
@@ -488,7 +385,7 @@ def roid_by_hand(net, xs, lr=1e-3, sgd=False, alpha=0.99, beta=0.9, tau=1 / 3):
         mean = torch.full((classes,), 1 / classes, dtype=DOUBLE) if mean is None else mean
         diversity = torch.stack([1 - mean @ q / mean.norm() / q.norm() for q in p])
         diversity = (diversity - diversity.min()) / (diversity.max() - diversity.min())
-        certainty = torch.tensor([-entropy(q) for q in p], dtype=DOUBLE)
+        certainty = torch.stack([-entropy_of(z) for z in logits.detach()])
         certainty = (certainty - certainty.min()) / (certainty.max() - certainty.min())
         kept = [i for i in range(count) if diversity[i] >= diversity.mean()]
         other = module(view(x[0])[kept])
@@ -538,18 +435,6 @@ def test_the_prior_of_the_batch_reweights_the_outputs(kind, batch):
     torch.testing.assert_close(corrected.predict(net, corrected.init(net), x)[0], expected)
 
 
-def test_the_ensemble_with_the_source_keeps_a_share_of_it():
-    net, xs = network(), batches(3)
-    source = net.source()[0]
-    _, state = play(methods.create("roid", classes=4, alpha=0.0), net, xs)
-    assert all(torch.equal(a, b) for a, b in zip(state.affine, source, strict=True))
-    moves = []
-    for alpha in (1.0, 0.9):
-        _, state = play(methods.create("roid", classes=4, alpha=alpha, augment=view), net, xs[:1])
-        moves.append(state.affine.weight - source.weight)
-    torch.testing.assert_close(moves[1], 0.9 * moves[0])
-
-
 def test_images_all_alike_all_count():
     """Diversity and certainty have no spread then: a division by zero in plain code."""
     net = network()
@@ -558,13 +443,6 @@ def test_images_all_alike_all_count():
     assert float(state.info.trusted) == 1
     assert all(y.isfinite().all() for y in outputs)
     assert not torch.equal(state.affine.weight, net.source()[0].weight)
-
-
-def test_an_augmentation_that_changes_the_shape_is_refused():
-    net = network()
-    method = methods.create("roid", classes=4, augment=lambda x: x[..., :4])
-    with pytest.raises(ValueError, match="expected the same"):
-        method.step(net, method.init(net), images(1, 4, 0, DOUBLE))
 
 
 def test_the_view_is_drawn_from_the_clock_of_the_stream():
@@ -576,14 +454,3 @@ def test_the_view_is_drawn_from_the_clock_of_the_stream():
         ends = [play(method, net, xs, method.init(net, seed=seed))[1].affine for seed in (1, 1, 2)]
         assert digest(ends[0]) == digest(ends[1])
         assert (digest(ends[0]) == digest(ends[2])) is not consistency
-
-
-def test_affine_is_what_goes_on():
-    """A copy of a state, played on, is the state played on: nothing is kept outside it."""
-    net, xs = network(), batches(4)
-    for name in ("eata", "sar", "roid"):
-        method = informed(methods.create(name, classes=4), net)
-        _, middle = play(method, net, xs[:2])
-        _, end = play(copy.deepcopy(method), net, xs[2:], copy.deepcopy(middle))
-        assert isinstance(end.affine, Affine)
-        assert digest(end) == digest(play(method, net, xs)[1])

@@ -13,10 +13,7 @@ from method_runs import DOUBLE, network, play
 from tribe import methods, models
 from tribe.core import memory, rng
 from tribe.core.backbone import Backbone
-from tribe.knowledge import KnowledgeError
 from tribe.methods.deyo import SHUFFLE, shuffled
-from tribe.norms.batch import Training
-from tribe.norms.renorm import Renorm
 from tribe.testing import images, small_network
 
 batches, assert_affine = partial(method_runs.batches, batch=9), partial(method_runs.assert_affine, atol=1e-6)
@@ -188,16 +185,6 @@ def test_a_class_without_source_images_has_the_features_of_all():
     for tensor in known.values():
         torch.testing.assert_close(tensor, tensor[:1].expand_as(tensor))
         assert tensor.isfinite().all()
-    with pytest.raises(KnowledgeError, match="need source images; got none"):
-        method.study(net, [])
-
-
-def test_petta_says_what_it_needs():
-    with pytest.raises(KnowledgeError, match=r"petta needs the mean and variance.*tribe source petta"):
-        methods.create("petta", classes=4).init(network())
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    with pytest.raises(ValueError, match="no classifier layer was found"):
-        methods.create("petta", classes=4).init(Backbone(model))
 
 
 # -- DELTA ------------------------------------------------------------------------------------------------------------
@@ -223,18 +210,6 @@ def test_delta_equals_plain_pytorch(loss):
     torch.testing.assert_close(state.mean[0], torch.tensor(z, dtype=DOUBLE), rtol=0, atol=1e-6)
     assert int(state.adam.steps) == len(xs)
     assert loss == "entropy" or float(state.info.trusted) < 1, "every prediction was trusted: the choice was not tested"
-
-
-def test_batch_renormalisation_predicts_with_the_statistics_of_earlier_batches():
-    net, xs = network(), batches(3)
-    norm, (affine, stats) = Renorm(0.9), net.source()
-    stats = Renorm.none_yet(stats)
-    first = net(xs[0], affine, stats, norm)
-    torch.testing.assert_close(first.logits, net(xs[0], affine, stats, methods.PerBatch()).logits)
-    second = net(xs[1], affine, first.stats, norm)
-    torch.testing.assert_close(second.logits, net(xs[1], affine, first.stats, methods.Frozen()).logits)
-    nothing = net(xs[2], affine, stats, norm, valid=torch.zeros(1, 9, dtype=torch.bool))
-    assert torch.equal(nothing.stats.var, stats.var), "a batch without an image is no first batch"
 
 
 # -- SoTTA ------------------------------------------------------------------------------------------------------------
@@ -278,24 +253,6 @@ def test_sotta_learns_nothing_from_images_it_is_not_sure_of():
     assert int(state.memory.held) == int(state.adam.steps) == 0
     assert torch.equal(state.stats.mean, net.source()[1].mean)
     assert float(state.info.trusted) == 0
-
-
-def test_the_confidence_follows_from_the_number_of_classes():
-    assert [methods.create("sotta", classes=k).c_0 for k in (10, 100, 1000)] == [0.99, 0.66, 0.33]
-
-
-def test_batch_norm_in_training_is_torchs():
-    net, xs = network(), batches(2)
-    module, _, _ = plain_methods.ordinary(net, net.source()[1])
-    module.train()
-    affine, stats = net.source()
-    for x in xs:
-        output = net(x, affine, stats, Training(0.1))
-        torch.testing.assert_close(output.logits[0], module(x[0]).detach())
-        stats = output.stats
-    for name in ("mean", "var"):
-        running = torch.cat([getattr(m, f"running_{name}") for m in module if isinstance(m, nn.BatchNorm2d)])
-        torch.testing.assert_close(getattr(stats, name)[0, 0], running)
 
 
 # -- CMF --------------------------------------------------------------------------------------------------------------
