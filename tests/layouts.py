@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gzip
 import io
+import pickle
 
 import numpy as np
 from PIL import Image
@@ -61,20 +62,35 @@ def write_mnist_c(root, draw):
         np.save(root / name / "test_labels.npy", draw.integers(10, size=PER))
 
 
-CIFAR = {  # folder, files and the number of classes of each label column of the binary versions
-    "cifar-10-batches-bin": (("test_batch", *(f"data_batch_{i}" for i in range(1, 6))), (10,)),
-    "cifar-100-binary": (("test", "train"), (20, 100)),
-}
+CIFAR = (  # folder and files of the binary version and of the python one, how many labels of what size, their keys
+    (
+        ("cifar-10-batches-bin", "cifar-10-batches-py"),
+        ("test_batch", *(f"data_batch_{i}" for i in range(1, 6))),
+        {b"labels": 10},
+    ),
+    (("cifar-100-binary", "cifar-100-python"), ("test", "train"), {b"coarse_labels": 20, b"fine_labels": 100}),
+)
 
 
 def write_cifar_binary(root, draw):
-    for folder, (files, classes) in CIFAR.items():
+    for (folder, _), files, labels in CIFAR:
         (root / folder).mkdir()
         for i, file in enumerate(files):
             rows = pixels(draw, PER, 3072)
             rows[:, 0] = i
-            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in classes]
+            columns = [draw.integers(high, size=PER).astype(np.uint8)[:, None] for high in labels.values()]
             (root / folder / f"{file}.bin").write_bytes(np.concatenate([*columns, rows], 1).tobytes())
+
+
+def write_cifar_python(root):
+    """The python versions of what `write_cifar_binary` wrote."""
+    for (binary, python), files, labels in CIFAR:
+        (root / python).mkdir()
+        for file in files:
+            rows = np.fromfile(root / binary / f"{file}.bin", np.uint8).reshape(PER, -1)
+            held = {b"batch_label": b"batch", b"data": np.ascontiguousarray(rows[:, len(labels) :])}
+            held |= {key: rows[:, i].tolist() for i, key in enumerate(labels)}
+            (root / python / file).write_bytes(pickle.dumps(held, 2))
 
 
 def write_mnist(folder, draw):

@@ -1,7 +1,9 @@
 """Data sets in their published layouts, written here small: the same folders, names, shapes and types."""
 
 import gzip
+import hashlib
 import os
+import pickle
 import subprocess
 
 import numpy as np
@@ -45,6 +47,12 @@ def test_images_are_the_bytes_of_the_file(root):
     array = np.load(root / "CIFAR-10-C" / "snow.npy")
     images = made("cifar10-c", root).images("snow@5", torch.tensor([7]))
     assert torch.equal((images[0] * 255).round().byte(), torch.from_numpy(array[4 * PER + 7].transpose(2, 0, 1)))
+
+
+def test_files_are_mapped_and_not_read(root):
+    data = made("cifar10-c", root)
+    data.images("fog@5", torch.tensor([0]))
+    assert isinstance(data._blocks["fog@5"][0], np.memmap)
 
 
 @pytest.mark.parametrize("name", datasets.names())
@@ -98,6 +106,45 @@ def test_clean_files_that_are_cut_short_or_missing_are_named(name, root):
         made(name, root).labels()
     with pytest.raises(ValueError, match="split is 'test' or 'train'"):
         made(name, root, split="val")
+
+
+@pytest.fixture
+def python_version(root, monkeypatch):
+    """The python versions beside the binary ones, as if these were the published files."""
+    layouts.write_cifar_python(root)
+    for path in (*root.glob("cifar-10-batches-py/*"), *root.glob("cifar-100-python/*")):
+        monkeypatch.setitem(clean.MD5, path.name, hashlib.md5(path.read_bytes()).hexdigest())
+    return root
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_the_python_version_holds_the_same_as_the_binary_one(name, split, python_version):
+    binary = made(name, python_version, split=split)
+    everything = torch.arange(len(binary.labels()))
+    images = binary.images("clean", everything)
+    (python_version / CLEAN_FILES[name]).parent.rename(python_version / "gone")
+    python = made(name, python_version, split=split)
+    assert torch.equal(python.labels(), binary.labels())
+    assert torch.equal(python.images("clean", everything), images)
+
+
+class Malicious:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_pickle_that_is_not_the_published_one_is_not_opened(root):
+    layouts.write_cifar_python(root)
+    (root / "cifar-10-batches-bin").rename(root / "gone")
+    path = root / "cifar-10-batches-py/test_batch"
+    path.write_bytes(pickle.dumps({b"data": Malicious(str(root / "trace")), b"labels": []}, 2))
+    with pytest.raises(ValueError, match="md5"):
+        made("cifar10", root).labels()
+    assert not (root / "trace").exists()
 
 
 HUGE = np.array([0x803, 2**31, 2**31, 2**31], ">u4").tobytes()

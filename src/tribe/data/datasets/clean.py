@@ -1,7 +1,9 @@
-"""MNIST (idx files), CIFAR-10 and CIFAR-100 (binary version) as published; one domain, "clean"."""
+"""MNIST, CIFAR-10 and CIFAR-100 as published, in any of their formats; one domain, "clean"."""
 
 import gzip
+import hashlib
 import math
+import pickle
 import shlex
 import zlib
 from abc import ABC, abstractmethod
@@ -19,16 +21,27 @@ from torch import Tensor
 
 from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import data_root, download_hint, find, mnist_test, positions
-from tribe.io.files import regular_size
+from tribe.io.files import read_regular, regular_size
 
 DOMAIN = "clean"
 LARGEST_IDX = 2**27  # bytes of an idx file, unpacked; MNIST's training images have 47 MB
+LARGEST_PICKLE = 200_000_000  # bytes; CIFAR-100's training set has 155 MB
+MD5 = {  # of the files in the archives of the python versions, as cs.toronto.edu publishes them
+    "data_batch_1": "c99cafc152244af753f735de768cd75f",
+    "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+    "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+    "data_batch_4": "634d18415352ddfa80567beed471001a",
+    "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+    "test_batch": "40351d587109b95175f43aff81a1287e",
+    "train": "16019d7e3df5f24257cddd939b257f8d",
+    "test": "f0ef6b0ae62326f3e7ffdfab6717acfc",
+}
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Clean(ABC):
-    """A base class: images in their published files."""
+    """A base class: images in their published files; the binary versions of CIFAR are memory-mapped."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
     split: Literal["test", "train"] = "test"
@@ -105,20 +118,23 @@ class Mnist(Clean):
 
 @dataclass(frozen=True)
 class Cifar(Clean):
-    """Small photographs (Krizhevsky, 2009), memory-mapped."""
+    """Small photographs (Krizhevsky, 2009): the binary version, else the python version."""
 
     title: ClassVar[str]
-    version: ClassVar[str]  # folder of the binary version
+    binary: ClassVar[str]  # folders of the two versions
+    python: ClassVar[str]
     archive: ClassVar[str]
     files: ClassVar[Mapping[str, Sequence[str]]]  # of each split, without suffix
-    labels_per_row: ClassVar[int]  # the last one is used
+    labels_per_row: ClassVar[int]  # in the binary version; the last one is used
+    key: ClassVar[bytes]  # of the labels in the python version
 
     def _open(self) -> tuple[Bytes, NDArray[Any]]:
         hint = download_hint(f"https://www.cs.toronto.edu/~kriz/{self.archive}", self._root)
         parts = []
         for name in self.files[self.split]:
-            path = find(self._root, f"{self.version}/{name}.bin", what=f"{self.title}'s {name}", hint=hint)
-            parts.append(_rows(path, self.labels_per_row))
+            names = f"{self.binary}/{name}.bin", f"{self.python}/{name}"
+            path = find(self._root, *names, what=f"{self.title}'s {name}", hint=hint)
+            parts.append(_rows(path, self.labels_per_row) if path.suffix == ".bin" else _unpickled(path, self.key))
         if len(parts) == 1:
             return parts[0]
         pixels, labels = zip(*parts, strict=True)
@@ -128,22 +144,24 @@ class Cifar(Clean):
 @register("cifar10")
 @dataclass(frozen=True)
 class Cifar10(Cifar):
-    """Small photographs of ten classes (Krizhevsky, 2009), binary version."""
+    """Small photographs of ten classes (Krizhevsky, 2009), binary or python version."""
 
-    title, version, archive = "CIFAR-10", "cifar-10-batches-bin", "cifar-10-binary.tar.gz"
+    title, archive = "CIFAR-10", "cifar-10-binary.tar.gz"
+    binary, python = "cifar-10-batches-bin", "cifar-10-batches-py"
     files = MappingProxyType({"test": ("test_batch",), "train": tuple(f"data_batch_{i}" for i in range(1, 6))})
-    labels_per_row = 1
+    labels_per_row, key = 1, b"labels"
 
 
 @register("cifar100")
 @dataclass(frozen=True)
 class Cifar100(Cifar):
-    """Small photographs of a hundred classes (Krizhevsky, 2009), binary version; the fine labels."""
+    """Small photographs of a hundred classes (Krizhevsky, 2009), binary or python version; the fine labels."""
 
     count = 100
-    title, version, archive = "CIFAR-100", "cifar-100-binary", "cifar-100-binary.tar.gz"
+    title, archive = "CIFAR-100", "cifar-100-binary.tar.gz"
+    binary, python = "cifar-100-binary", "cifar-100-python"
     files = MappingProxyType({"test": ("test",), "train": ("train",)})
-    labels_per_row = 2
+    labels_per_row, key = 2, b"fine_labels"
 
 
 def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
@@ -154,6 +172,19 @@ def _rows(path: Path, labels: int) -> tuple[Bytes, Bytes]:
         raise ValueError(f"{path} has {size} bytes; expected records of {width} bytes each: it was cut short")
     rows = np.memmap(path, np.uint8, "r").reshape(-1, width)
     return rows[:, labels:], np.array(rows[:, labels - 1])
+
+
+def _unpickled(path: Path, key: bytes) -> tuple[Bytes, NDArray[Any]]:
+    """Read the pixels and labels of a published pickle; opening any other pickle could run code."""
+    content = read_regular(path, LARGEST_PICKLE)
+    md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    if md5 != MD5[path.name]:
+        raise ValueError(
+            f"{path} is not the published file, so it is not opened: a pickle can run code. Its md5 is {md5}; expected "
+            f"{MD5[path.name]}. Download it again, or use the binary version"
+        )
+    batch = pickle.loads(content, encoding="bytes")
+    return batch[b"data"], np.array(batch[key])
 
 
 def _idx(path: Path, axes: int) -> Bytes:
