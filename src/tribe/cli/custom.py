@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import tribe
-from tribe.cli.output import describe_error, fail
+from tribe.cli.output import fail
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import from_file
 from tribe.methods import Method
@@ -98,7 +98,7 @@ def load_custom_model(target: str) -> nn.Module:
         try:
             found = found()
         except (Exception, SystemExit) as error:
-            fail(f"{target} could not be called without arguments: {describe_error(error)}")
+            fail(f"{target} could not be called without arguments: {type(error).__name__}: {error}")
     if not isinstance(found, nn.Module):
         fail(f"{target} is not a model: expected an nn.Module, or a callable that returns one: {type(found)}")
     return found
@@ -128,7 +128,7 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
         name = "" if file is None else str(file.absolute())
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
         at = f", at {file}:{lines[-1]}" if lines else ""
-        raise ValueError(f"importing {place} failed: {describe_error(error)}{at}") from error
+        raise ValueError(f"importing {place} failed: {type(error).__name__}: {error}{at}") from error
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError:

@@ -45,11 +45,6 @@ def note(message: str) -> None:
     Console(stderr=True).print(printable(message), style="yellow", soft_wrap=True, markup=False, highlight=False)
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the type and the message of an error that custom code raised."""
-    return f"{type(error).__name__}: {error}"
-
-
 @contextlib.contextmanager
 def messages(console: Console | None = None, redirect: bool = True) -> Iterator[None]:
     """Run the work of a command: an error that explains itself becomes a message and exits with status 2.

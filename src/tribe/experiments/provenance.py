@@ -153,17 +153,19 @@ def from_file(path: Path, name: str) -> ModuleType:
 @functools.cache
 def commit() -> dict[str, Any]:
     """Return the commit of the checkout that the package is in, and whether its files are as committed; else {}."""
-    folder = Path(__file__).parents[1]
+    options: Any = {
+        "cwd": Path(__file__).parents[1],
+        "capture_output": True,
+        "text": True,
+        "check": True,
+        "timeout": 10,
+    }
     try:
-        head = _git(folder, "rev-parse", "HEAD")
-        return {"commit": head, "clean": not _git(folder, "status", "--porcelain", "--", ".")} if head else {}
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
+        changes = subprocess.run(["git", "status", "--porcelain", "--", "."], **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return {}
-
-
-def _git(folder: Path, *words: str) -> str:
-    command = ["git", "-C", str(folder), *words]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return {"commit": head, "clean": not changes} if head else {}
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -70,7 +70,10 @@ def run(
     seeds = [seed + i for i in range(len(stream.seeds))] if isinstance(seed, int) else list(seed)
     source = _initial_state(net, method, len(stream.seeds), seeds)
     outputs = method.output if keep_outputs else None
-    columns = _first_columns(_observe(method, net, source, 0), len(stream.seeds))
+    whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    empty = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
+    empty |= {name: values[:0] for name, values in _observe(method, net, source, 0).items()}
+    columns: Sequence[Columns] = [empty] * len(stream.seeds)
     file, state, start = None, clone(source), 0
     if checkpoint is not None:
         file = RunCheckpoint(checkpoint, _identity(net, method, stream, seeds, given))
@@ -205,13 +208,6 @@ def _observe(method: AnyMethod, net: Backbone, state: Any, step: int) -> dict[st
         columns["trace.step"] = torch.full(values.shape[1:], step)
         columns |= {f"trace.{name}": column for name, column in zip(FROM_INFO, values, strict=True)}
     return columns
-
-
-def _first_columns(observed: Columns, streams: int) -> Sequence[Columns]:
-    """Return the empty columns of each stream's record."""
-    whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
-    columns = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
-    return [columns | {name: values[:0] for name, values in observed.items()} for _ in range(streams)]
 
 
 def _warn_of_skipped(state: Any, images: int) -> None:

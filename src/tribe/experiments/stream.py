@@ -122,9 +122,7 @@ class Stream:
         valid &= good_images(x)
         if not valid.all():
             x[~valid] = 0
-        starts = [
-            bool(s.reset[c.start]) if c.stop > c.start else False for s, c in zip(self.schedules, cuts, strict=True)
-        ]
+        starts = [c.stop > c.start and bool(s.reset[c.start]) for s, c in zip(self.schedules, cuts, strict=True)]
         return Batch(x, y.where(valid, -1), domain.where(valid, -1), valid, torch.tensor(starts))
 
     def _row(self, schedule: Schedule, cut: slice, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -65,7 +65,7 @@ class Workbench:
         data: Root of the data sets; None: $TRIBE_DATA or the cache directory.
         device: auto, cpu, cuda or cuda:1.
         weights: Files of weights by the name of the network; others lie where `tribe train` puts them.
-        threads: That a CPU computes with; None: as many as torch takes now.
+        threads: Of a CPU; None: as many as torch takes now.
         networks: Custom networks by name, such as ``file.py:net``.
     """
 
@@ -152,7 +152,10 @@ class Workbench:
         try:
             method = plain_method(name, net, data, {**fields, "knowledge": path})
             method.init(net)  # refuses knowledge that is missing or belongs to another network
-            _check_knowledge(method, trained_on(data))
+            knowledge, clean = get_fields(method).get("knowledge"), trained_on(data)
+            images = knowledge.spec.get("dataset") if isinstance(knowledge, Knowledge) else None
+            if images not in (None, clean, "folder"):
+                raise KnowledgeError(f"{knowledge!r} was taken from {images}, not from {clean}")
         except KnowledgeError as error:
             raise MissingKnowledge(str(error), self._source_command(alone, data, model, unusual)) from error
         return method
@@ -164,10 +167,8 @@ class Workbench:
         return data_root(str(self.data) if of_all else None)
 
     def _once(self, key: Sequence[Any], make: Callable[[], T]) -> T:
-        name = canonical(key)
-        if name not in self._built:
-            self._built[name] = make()
-        built: T = self._built[name]
+        built: T = self._built[name] if (name := canonical(key)) in self._built else make()
+        self._built[name] = built
         return built
 
     def _source_command(self, method: str, data: Dataset, model: str, fields: Mapping[str, Any]) -> str:
@@ -223,7 +224,9 @@ def plain_method(name: str, net: Backbone, data: Dataset, fields: Mapping[str, A
     published = cls.presets.get(trained_on(data), {})
     given = {**published, "classes": outputs or count, **_converted(methods.classes_of(name), fields)}
     if "room" not in fields and (usual := published.get("room", getattr(cls, "room", None))) is not None:
-        given["room"] = max(usual, _numbers_of_image(data))  # the default is for small images
+        filled = (domain for domain in data.domains if len(data.labels(domain)))
+        numbers = (data.images(domain, torch.tensor([0]))[0].numel() for domain in filled)
+        given["room"] = max(usual, next(numbers, 0))  # the default is for small images
     return methods.create(name, **given)
 
 
@@ -261,20 +264,6 @@ def model_code(name: str) -> str | None:
     return code_at(place) if colon else code_of(type(models.architecture(name)))
 
 
-def _check_knowledge(method: AnyMethod, clean: str) -> None:
-    """Refuse knowledge of other images than the network of this data set was trained on."""
-    knowledge = get_fields(method).get("knowledge")
-    images = knowledge.spec.get("dataset") if isinstance(knowledge, Knowledge) else None
-    if images is not None and images not in (clean, "folder"):
-        raise KnowledgeError(f"{knowledge!r} was taken from {images}, not from {clean}")
-
-
-def _numbers_of_image(data: Dataset) -> int:
-    """Return the number of values of an image: a memory of images needs room for them."""
-    domain = next((domain for domain in data.domains if len(data.labels(domain))), None)
-    return 0 if domain is None else data.images(domain, torch.tensor([0]))[0].numel()
-
-
 # -- values of fields -------------------------------------------------------------------------------------------------
 
 
@@ -303,12 +292,8 @@ def _convert(wanted: Any, value: Any) -> Any:
         return constants[value.lower()]
     several = [get_args(kind)[:1] for kind in kinds if get_origin(kind) in (Sequence, tuple)]
     if not {int, float} & set(kinds) and (str in kinds or several == [(str,)]):
-        value = tuple(map(_text, value)) if isinstance(value, tuple) else _text(value)
+        texts = [str(item) if is_number(item) else item for item in (value if isinstance(value, tuple) else [value])]
+        value = tuple(texts) if isinstance(value, tuple) else texts[0]
     if type(value) in kinds or (type(value),) not in several:
         return value
     return tuple(word.strip() for word in value.split(",") if word.strip()) if isinstance(value, str) else (value,)
-
-
-def _text(value: Any) -> Any:
-    """Return a number as text; other values as they are."""
-    return str(value) if is_number(value) else value

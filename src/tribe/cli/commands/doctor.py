@@ -16,7 +16,7 @@ from torch import Tensor
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.options import AsJson, DataRoot, custom_network, parse_shape
-from tribe.cli.output import describe_error, fail, messages, print_json
+from tribe.cli.output import fail, messages, print_json
 from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
@@ -72,7 +72,7 @@ def doctor(
                     model = restrict(model, known)
             report = tribe.doctor(model, x, labels, noise=shape is not None)
         except Exception as error:  # the code of the model may raise anything
-            fail(f"{target} failed on these images: {describe_error(error)}")
+            fail(f"{target} failed on these images: {type(error).__name__}: {error}")
     if as_json:
         print_json(report)
     else:
@@ -87,7 +87,7 @@ def _read(path: Path) -> Tensor:
     try:
         array = _array(path)
     except (ValueError, OSError) as error:
-        fail(f"{path} is not an array file that can be read without pickle: {describe_error(error)}")
+        fail(f"{path} is not an array file that can be read without pickle: {type(error).__name__}: {error}")
     if array.ndim != 4 or 0 in array.shape:
         fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
     if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):
