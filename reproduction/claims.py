@@ -214,12 +214,7 @@ def largest_span(view: View, rows: Patterns, columns: Patterns = "*") -> float |
 
 
 def extra_spread(
-    view: View,
-    row: str,
-    of: Patterns,
-    columns: Patterns = "*",
-    but: Sequence[str] = (),
-    measure: str = "span",
+    view: View, row: str, of: Patterns, columns: Patterns = "*", but: Sequence[str] = (), measure: str = "span"
 ) -> float | None:
     """Return by how much more others vary between columns than a row does, at least."""
     mine = view.spread(row, columns, measure)

@@ -217,18 +217,6 @@ def test_corruptions_are_listed(call):
     assert "".join(first) == "".join(summaries)
 
 
-def test_a_name_in_another_case_is_suggested():
-    assert tribe.registry.nearest("CoTTA", ["cotta", "pl"]).startswith("did you mean 'cotta'?")
-    assert tribe.registry.nearest("fog", ["Fog"]) == "did you mean 'Fog'? Known: Fog"
-
-
-def test_list_in_a_process():
-    code, out, err = ended("-m", "tribe", "list", "norms", "--json")
-    assert code == 0, err
-    assert "warning" not in err.lower()
-    assert [c["name"] for c in json.loads(out)] == tribe.norms.registry.names()
-
-
 # -- doctor ------------------------------------------------------------------------------------------------------------
 
 

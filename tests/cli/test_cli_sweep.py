@@ -66,14 +66,7 @@ def test_a_grid_and_the_same_again():
     assert again["score"]["name"] == "confidence"
     assert files("runs") == before, "nothing is computed twice"
     (chart, *_) = Path("runs").glob("*.svg")
-    assert_drawn(
-        chart,
-        "instance error, %",
-        "entropy, lower is better",
-        "tent.lr",
-        "batch",
-        "best with labels",
-    )
+    assert_drawn(chart, "instance error, %", "entropy, lower is better", "tent.lr", "batch", "best with labels")
 
 
 def test_a_sweep_that_was_stopped_goes_on():

@@ -171,10 +171,7 @@ def test_a_chart_of_the_paper_draws_names_as_they_are():
 def test_the_table_of_a_benchmark_shows_names_as_they_are():
     setting = measurement.Setting("\x1b[2Jnet", (3, 8, 8), 4)
     row = measurement.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
-    results.write(
-        "old.json",
-        results.to_data(measurement.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))),
-    )
+    results.write("old.json", results.to_data(measurement.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))))
     result = tribe_command("bench", "--compare", "old.json", "--model", "compact", "--methods", "source")
     assert_shown(result.output, ())
 

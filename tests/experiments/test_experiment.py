@@ -55,14 +55,6 @@ def test_seeds_are_streams_of_one_experiment(workbench):
     assert one.with_seeds((2,)) == other
 
 
-def test_a_whole_number_is_the_same_with_a_fraction(workbench):
-    ids = {
-        Experiment.of(DATA, "compact", ComponentSpec("gli-f", {"imbalance": number}), "bn", workbench=workbench).id
-        for number in (10, 10.0)
-    }
-    assert len(ids) == 1
-
-
 def test_it_goes_through_json(workbench):
     one = small(workbench, "ttac", seeds=(3, 4))
     text = json.dumps(one.json())
@@ -151,16 +143,6 @@ def test_a_component_with_an_unknown_field_is_refused(workbench):
         small(workbench, ComponentSpec("tribe", {"gama": 1}))
     with pytest.raises(ValueError, match="sewerity"):
         Experiment.of(ComponentSpec("live-mnist-c", {"sewerity": 1}), "compact", STREAM, "bn", workbench=workbench)
-
-
-def test_what_differs_here_is_named(workbench, tmp_path):
-    elsewhere = Experiment.from_json(small(workbench).json() | {"weights": "0" * 32})
-    with pytest.raises(ValueError, match=r"here.*weights is '0000"):
-        run_experiment(elsewhere, tmp_path, workbench=workbench)
-
-
-def test_tf32_on_a_cpu_is_float32(workbench):
-    assert small(workbench, precision="tf32") == small(workbench)
 
 
 def test_components_are_built_once(workbench):

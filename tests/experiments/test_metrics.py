@@ -14,11 +14,7 @@ def record(domain, label, prediction, confidence=None, classes=3, domains=("fog@
     return Record(*columns, torch.tensor(confidence), seconds, domains, classes, {"method": "source"})
 
 
-HAND = record(
-    domain=[0, 0, 0, 0, 1, 1, 1, 1],
-    label=[0, 0, 1, 1, 0, 0, 0, 2],
-    prediction=[0, 1, 1, 1, 0, 0, 2, 1],
-)
+HAND = record(domain=[0, 0, 0, 0, 1, 1, 1, 1], label=[0, 0, 1, 1, 0, 0, 0, 2], prediction=[0, 1, 1, 1, 0, 0, 2, 1])
 
 
 def test_instance_error():

@@ -18,7 +18,6 @@ import torch
 import layouts
 import tribe
 from grid import DATA, STREAM
-from grid import experiments as grid
 from tribe import scenarios
 from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
@@ -148,14 +147,6 @@ def test_on_workers_as_in_order(where, workbench, tmp_path, request):
     assert sorted(e.id for e, _ in ended) == sorted(e.id for e in asked)
 
 
-@pytest.mark.slow
-def test_a_grid_of_twelve_on_two_workers(address, workbench, tmp_path):
-    asked = list(grid(12, workbench))
-    there = run_all(asked, tmp_path / "there", workers=address, workbench=workbench)
-    for one, other in zip(there, run_all(asked, tmp_path / "here", workbench=workbench), strict=True):
-        same(one, other)
-
-
 def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
     busy, free, order = small(workbench, "bn"), small(workbench, "source"), []
     (tmp_path / busy.id).mkdir()
@@ -173,12 +164,7 @@ def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
 # -- filters ----------------------------------------------------------------------------------------------------------
 
 ALWAYS = {"evidence_on": 0.0, "evidence_drift": 0.0}  # short streams give little evidence
-METHODS = (
-    "bn",
-    ComponentSpec("bn+time", ALWAYS),
-    ComponentSpec("bn+time", {"within": "batch", **ALWAYS}),
-    "bn+cofa",
-)
+METHODS = ("bn", ComponentSpec("bn+time", ALWAYS), ComponentSpec("bn+time", {"within": "batch", **ALWAYS}), "bn+cofa")
 
 
 @dataclass(frozen=True)
@@ -420,8 +406,7 @@ def test_options_that_cannot_be_meant(options, word, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("role", "words"),
-    [("model", "the network"), ("dataset", "the data set"), ("scenario", "the scenario")],
+    ("role", "words"), [("model", "the network"), ("dataset", "the data set"), ("scenario", "the scenario")]
 )
 def test_custom_code_that_workers_do_not_get_is_refused_before_they_start(role, words, workbench, tmp_path):
     plain = small(workbench, "bn")

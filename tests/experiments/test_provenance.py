@@ -2,18 +2,13 @@
 
 import hashlib
 import sys
-from pathlib import Path
 
 import pytest
 
 import tribe
 from commands import tribe_command
 from processes import ended
-from tribe.experiments.experiment import Experiment
 from tribe.experiments.provenance import code_at, code_of
-from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import finished
-from tribe.experiments.workbench import Workbench
 
 MINE = """
 from dataclasses import dataclass
@@ -105,17 +100,6 @@ def test_other_code_is_another_experiment(tmp_path):
     assert len({found["nothing"] for found in ids_after.values()}) == 1
 
 
-def test_tribes_own_components_have_no_code():
-    experiment = Experiment.of(
-        ComponentSpec("live-mnist-c", {"corruptions": ("stripe",)}),
-        "compact",
-        "iid",
-        "tent",
-        workbench=Workbench(device="cpu"),
-    )
-    assert all("code" not in part for part in experiment.json().values() if isinstance(part, dict))
-
-
 def test_libraries_do_not_count(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "alone_here.py").write_text("import json, numpy, torch, tribe\nfrom torch import nn\n\ndef f(): ...\n")
@@ -146,43 +130,6 @@ def test_records_of_python_say_how_they_were_made(tmp_path, few_digits):
     report = tribe_command("report", tmp_path, "-o", tmp_path / "report.html", "--json")
     assert report.exit_code == 0, report.output
     assert "OTHERWISE" not in report.output
-
-
-OWN_METHOD = """
-from dataclasses import dataclass
-from tribe.methods.source import Source
-
-@dataclass(frozen=True)
-class Mine(Source):
-    pass
-"""
-OWN_NET = """
-import tribe
-
-net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
-"""
-
-
-def test_other_custom_code_is_another_result_of_tribe_run(tmp_path, monkeypatch, few_digits):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    small = ("--set", "scenario.imbalance=1000000", "--set", "dataset.corruptions=('stripe',)", "--out", "out")
-
-    def play(method):
-        words = ("run", *small, "--model", "net.py:net", "--methods", method)
-        done = ended("-m", "tribe", *words, env={"TRIBE_DATA": few_digits})
-        assert done.code == 0, done.err
-        return sorted((r.experiment.method.code, r.experiment.model.code) for r in finished("out"))
-
-    Path("mine.py").write_text(OWN_METHOD)
-    Path("net.py").write_text(OWN_NET)
-    assert play("mine.py:Mine") == play("mine.py:Mine") == [(code_at("mine.py"), code_at("net.py"))]
-    Path("mine.py").write_text(OWN_METHOD + "# changed\n")
-    found = play("mine.py:Mine")
-    assert len(found) == 2
-    assert (code_at("mine.py"), code_at("net.py")) in found
-    Path("net.py").write_text(OWN_NET + "# changed\n")
-    assert (code_at("mine.py"), code_at("net.py")) in play("mine.py:Mine")
 
 
 LATE = """

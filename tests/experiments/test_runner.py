@@ -129,9 +129,7 @@ def test_a_reset_brings_the_source_back():
     first_of_two = [r.confidence[50:66] for r in (once[0], twice[0])]
     assert not torch.allclose(*first_of_two)
     fresh = run(
-        Backbone(small_network()),
-        methods.create("tribe", classes=CLASSES),
-        Stream(Memory(), _Second(), (0,), batch=16),
+        Backbone(small_network()), methods.create("tribe", classes=CLASSES), Stream(Memory(), _Second(), (0,), batch=16)
     )
     assert torch.equal(fresh[0].confidence[:16], twice[0].confidence[50:66])
 
@@ -355,14 +353,6 @@ def test_a_method_without_presets_gets_the_number_of_classes(name):
     assert presets["cifar100"] == methods.create(name, classes=100)
     with pytest.raises(ValueError, match=f"{name} has no preset 'cifar': did you mean .*cifar10"):
         method.preset("cifar")
-
-
-@pytest.mark.parametrize("name", ["iid", "fully", "continual", "ptta", "gli-f", "gli-v", "mixed", "recurring"])
-def test_real_scenarios_play(name):
-    stream = Stream(Memory(), create(name), (0, 1), batch=16)
-    for record in run(Backbone(small_network()), methods.create("bn", classes=CLASSES), stream):
-        assert set(record.domain.tolist()) == {0, 1}
-        assert record.domains == Memory.domains
 
 
 class Severities(Memory):

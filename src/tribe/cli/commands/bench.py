@@ -34,8 +34,7 @@ def bench(
     ] = None,
     classes: Annotated[int | None, typer.Option(help="Number of classes.", show_default="those of the network")] = None,
     shape: Annotated[
-        str | None,
-        typer.Option(help="Shape of an image, such as 3,32,32.", show_default="that of a named network"),
+        str | None, typer.Option(help="Shape of an image, such as 3,32,32.", show_default="that of a named network")
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Methods to measure, comma-separated; file.py:Class for a custom one.")

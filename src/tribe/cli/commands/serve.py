@@ -22,10 +22,7 @@ NO_TOKENS = (
 )
 
 ModelName = Annotated[
-    str,
-    typer.Option(
-        help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute.",
-    ),
+    str, typer.Option(help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute.")
 ]
 Weights = Annotated[
     Path | None, typer.Option(help="Weights of the network.", show_default="in the package for compact")

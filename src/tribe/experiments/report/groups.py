@@ -36,14 +36,7 @@ ROOM = "room"  # a field that `tribe run` raises for larger images
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
 Fields = Mapping[str, Any]
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
-UNREADABLE = (
-    ValueError,
-    OSError,
-    RuntimeError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+UNREADABLE = (ValueError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 class Column(NamedTuple):
