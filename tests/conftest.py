@@ -62,6 +62,22 @@ def nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def registries(monkeypatch):
+    """Components that a test registers are gone after it."""
+    from tribe import datasets, filters, methods, norms, scenarios
+
+    for kind in (datasets, filters, methods, norms, scenarios):
+        kind.registry.names()  # those of the package are there first
+        monkeypatch.setattr(kind.registry, "_classes", dict(kind.registry._classes))
+
+
+@pytest.fixture
+def few(nowhere, registries, few_digits, monkeypatch):
+    """An empty folder to write into, a few digits in place of the package's own, and registries of the test's own."""
+    monkeypatch.setenv("TRIBE_DATA", few_digits)
+
+
 @pytest.fixture(scope="session")
 def few_digits(tmp_path_factory):
     """A folder with the first 2,000 of MNIST's test images: streams of them are a fifth as long as those of all."""

@@ -9,6 +9,7 @@ from tribe import norms
 from tribe.experiments.store import finished
 from tribe.experiments.workers import custom_code
 
+pytestmark = pytest.mark.usefixtures("few")
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=1000000")
 RULE = """
 from dataclasses import dataclass
@@ -26,14 +27,6 @@ class Halfway:
         return stats.mean + self.share * (centre - stats.mean), stats.var + self.share * (spread - stats.var), stats
 """
 NAN = RULE.replace("stats.mean + self.share", 'float("nan") * self.share')
-
-
-@pytest.fixture(autouse=True)
-def few(nowhere, few_digits, monkeypatch):
-    """A few digits in place of the package's own, and no rule that another test has registered."""
-    monkeypatch.setenv("TRIBE_DATA", few_digits)
-    yield
-    norms.registry._classes.pop("halfway", None)
 
 
 def play(rule, method="selftrain/robust-bn"):

@@ -19,14 +19,9 @@ from tribe.data.datasets.files import mnist_test
 from tribe.experiments.store import finished
 
 IMBALANCE = ("--set", "scenario.imbalance=1000000")
+pytestmark = pytest.mark.usefixtures("few")
 SHORT = ("--set", "dataset.corruptions=('impulse_noise','motion_blur')", *IMBALANCE)  # two domains
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", *IMBALANCE)  # one of about 230 images
-
-
-@pytest.fixture(autouse=True)
-def few(nowhere, few_digits, monkeypatch):
-    """A few digits in place of the package's own."""
-    monkeypatch.setenv("TRIBE_DATA", few_digits)
 
 
 @pytest.fixture
@@ -228,12 +223,8 @@ class Mine(BN):
 @pytest.mark.parametrize("lead", ["", "+"])
 def test_own_method_from_a_file(lead):
     Path("mine.py").write_text(OWN_METHOD)
-    try:
-        methods = f"bn, {lead}mine.py:Mine"
-        result = tribe_run(*TINY, "--methods", methods, "--set", "mine.rate=0.25", "--json", "-", "--out", "out")
-    finally:
-        tribe.methods.registry._classes.pop("mine", None)
-    assert result.exit_code == 0, result.output
+    methods = f"bn, {lead}mine.py:Mine"
+    result = play(*TINY, "--methods", methods, "--set", "mine.rate=0.25", "--json", "-", "--out", "out")
     errors = {row["method"]: row["instance_error"] for row in json.loads(result.stdout)["results"]}
     assert errors.keys() == {"bn", "mine"}
     assert errors["mine"] == errors["bn"]
@@ -471,10 +462,7 @@ def test_a_custom_method_may_fail_in_any_way(error):
     """The message names the line."""
     Path("broken.py").write_text(BROKEN.format(error=error))
     options = ("--methods", "source,broken.py:Broken,bn", "--out", "out", "--json", "-")
-    try:
-        result = tribe_run(*TINY, *options)
-    finally:
-        tribe.methods.registry._classes.pop("broken", None)
+    result = tribe_run(*TINY, *options)
     assert result.exit_code == 2
     kind = error.partition("(")[0]
     assert re.search(rf"error: broken: {kind}.*of mine.*broken\.py, line 8", message(result)), message(result)
@@ -522,17 +510,10 @@ def net():
 def test_custom_components_are_played_and_what_they_print_is_no_result():
     Path("parts.py").write_text(OWN_PARTS)
     names = (*TINY[:2], "--set", "scenario.every=50", "--scenario", "parts.py:Backwards", "--dataset", "parts.py:Dark")
-    try:
-        result = tribe_run(
-            *names, "--model", "parts.py:net", "--methods", "parts.py:Steps", "--out", "out", "--json", "-"
-        )
-        planned = tribe_command(
-            "schedule", "parts.py:Backwards", "--dataset", "parts.py:Dark", *names[:4], "--out", "plan.npz", "--json"
-        )
-    finally:
-        for registry, name in ((tribe.methods, "steps"), (tribe.scenarios, "backwards"), (tribe.datasets, "dark")):
-            registry.registry._classes.pop(name, None)
-    assert result.exit_code == 0, result.output
+    result = play(*names, "--model", "parts.py:net", "--methods", "parts.py:Steps", "--out", "out", "--json", "-")
+    planned = tribe_command(
+        "schedule", "parts.py:Backwards", "--dataset", "parts.py:Dark", *names[:4], "--out", "plan.npz", "--json"
+    )
     report = json.loads(result.stdout)
     assert report["spec"]["dataset"]["name"] == "dark"
     assert report["spec"]["scenario"]["name"] == "backwards"

@@ -13,14 +13,9 @@ from layouts import write_folder
 from processes import Touches, ended, interrupted
 from tribe.experiments.store import finished
 
+pytestmark = pytest.mark.usefixtures("few")
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=1000000")
 TENT = ("--method", "tent", *TINY)
-
-
-@pytest.fixture(autouse=True)
-def few(nowhere, few_digits, monkeypatch):
-    """A few digits in place of the package's own."""
-    monkeypatch.setenv("TRIBE_DATA", few_digits)
 
 
 def sweep(*arguments):

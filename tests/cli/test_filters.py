@@ -5,7 +5,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import tribe
 from commands import app
 from tribe.cli.options import method_names
 from tribe.experiments.bench import contenders
@@ -33,11 +32,10 @@ def workbench():
 
 
 @pytest.fixture
-def mine(tmp_path):
+def mine(tmp_path, registries):
     file = tmp_path / "mine.py"
     file.write_text(MINE)
-    yield file
-    tribe.methods.registry._classes.pop("mine", None)
+    return file
 
 
 def call(*arguments):
@@ -59,17 +57,14 @@ def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
         method_names(f"{mine}:Mine+tiem")
 
 
-def test_a_filter_from_a_file_counts_too(tmp_path, workbench):
+def test_a_filter_from_a_file_counts_too(tmp_path, workbench, registries):
     file = tmp_path / "filters.py"
     file.write_text(
         "from dataclasses import dataclass\nfrom tribe.filters import register\nfrom tribe.filters.cofa import Cofa\n\n"
         '@register("other")\n@dataclass(frozen=True)\nclass Other(Cofa):\n    """Another."""\n'
     )
-    try:
-        from_file(file, "custom_filters")
-        assert planned(workbench, "bn+other").method.code == code_at(str(file))
-    finally:
-        tribe.filters.registry._classes.pop("other", None)
+    from_file(file, "custom_filters")
+    assert planned(workbench, "bn+other").method.code == code_at(str(file))
 
 
 @pytest.mark.parametrize("command", [("run", "--methods"), ("bench", "--model", "compact", "--methods")])

@@ -17,18 +17,12 @@ from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import finished
 from tribe.experiments.workbench import Workbench
 
-pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+pytestmark = [pytest.mark.usefixtures("few"), pytest.mark.filterwarnings("ignore:an imbalance of")]
 
 
 @pytest.fixture(scope="module")
 def workbench(few_digits):
     return Workbench(few_digits, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def few(few_digits, monkeypatch):
-    """No data but a few digits."""
-    monkeypatch.setenv("TRIBE_DATA", few_digits)
 
 
 def test_the_id_is_a_hash_of_all_that_matters(workbench):

@@ -85,12 +85,11 @@ def address():
 
 
 @pytest.fixture
-def trouble(tmp_path, workbench):
+def trouble(tmp_path, workbench, registries):
     """Experiments with a custom method in a file, and the log of its steps."""
     (tmp_path / "mine.py").write_text(TROUBLE)
     name, log = component_name(METHOD, f"{tmp_path / 'mine.py'}:Trouble"), tmp_path / "log"
-    yield lambda kind: small(workbench, ComponentSpec(name, {"kind": kind, "log": str(log)})), log
-    tribe.methods.registry._classes.pop(name, None)
+    return lambda kind: small(workbench, ComponentSpec(name, {"kind": kind, "log": str(log)})), log
 
 
 def small(workbench, method, **options):

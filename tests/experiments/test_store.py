@@ -25,18 +25,12 @@ from tribe.io.files import Busy
 GRID = TESTS / "grid.py"
 PACK = "live-mnist-c-cpu.jsonl"
 
-pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
+pytestmark = [pytest.mark.usefixtures("few"), pytest.mark.filterwarnings("ignore:an imbalance of")]
 
 
 @pytest.fixture(scope="module")
 def workbench(few_digits):
     return Workbench(few_digits, device="cpu")
-
-
-@pytest.fixture(autouse=True)
-def few(few_digits, monkeypatch):
-    """No data but a few digits."""
-    monkeypatch.setenv("TRIBE_DATA", few_digits)
 
 
 @pytest.fixture(scope="module")

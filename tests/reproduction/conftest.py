@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import tribe
 from reproduce_helpers import MINE, SMALL, call
 
 
@@ -37,7 +36,6 @@ def played(finished_runs, tmp_path):
 
 
 @pytest.fixture
-def mine():
+def mine(registries):
     Path("mine.py").write_text(MINE)
-    yield "+mine.py:Mine"
-    tribe.methods.registry._classes.pop("mine", None)
+    return "+mine.py:Mine"

@@ -47,7 +47,7 @@ def result():
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(tmp_path, monkeypatch, registries):
     """A folder with a custom network, and the options that name it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
@@ -130,7 +130,8 @@ def test_any_method_can_take_part(method):
     assert call().shape == (2, 6, 4)
 
 
-def test_bf16_is_bf16_for_all():
+def test_bf16_is_bf16_for_all(monkeypatch):
+    monkeypatch.setattr(contenders, "_builders", dict(contenders._builders))
     seen = {}
 
     @contenders.contender("spy")
@@ -138,14 +139,12 @@ def test_bf16_is_bf16_for_all():
         seen.update(images=g.images.dtype, net=g.net[0].weight.dtype, backbone=g.backbone.dtype)
         return contenders.create("plain", g)
 
-    try:
-        measurement.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
-    finally:
-        del contenders._builders["spy"]
+    measurement.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
     assert set(seen.values()) == {torch.bfloat16}
 
 
-def test_everything_is_put_back():
+def test_everything_is_put_back(monkeypatch):
+    monkeypatch.setattr(contenders, "_builders", dict(contenders._builders))
     net, threads, mode = network(), torch.get_num_threads(), kernels.mode()
     before, drawn = copy.deepcopy(net.state_dict()), torch.get_rng_state()
     used = []
@@ -155,10 +154,7 @@ def test_everything_is_put_back():
         used.append((torch.get_num_threads(), kernels.mode()))
         return contenders.create("plain", g)
 
-    try:
-        measurement.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
-    finally:
-        del contenders._builders["spy"]
+    measurement.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
     assert set(used) == {(1, False)}
     assert (torch.get_num_threads(), kernels.mode()) == (threads, mode)
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -291,10 +287,7 @@ class Chatty(BN):
 
 def test_what_a_method_prints_does_not_mix_with_json_on_stdout(own, tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
-    try:
-        result = tribe_command(*own, "--methods", "chatty.py:Chatty", "--json", "-")
-    finally:
-        tribe.methods.registry._classes.pop("chatty", None)
+    result = tribe_command(*own, "--methods", "chatty.py:Chatty", "--json", "-")
     assert "chatty" in [row["name"] for row in json.loads(result.stdout)["rows"]]
     assert "words at import" in result.stderr
     assert "words of a step" in result.stderr
