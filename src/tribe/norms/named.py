@@ -45,22 +45,29 @@ def from_text(text: str, classes: int) -> Norm:
 @functools.lru_cache(maxsize=64)
 def _build(cls: type[Norm], text: str, classes: int) -> Norm:
     """Build a rule and try it, once: a method asks for it in every step."""
-    pairs = [pair.partition("=") for pair in split_text(text)[1][1:-1].split(",") if pair.strip()]
     try:
-        fields = {name.strip(): ast.literal_eval(value.strip()) for name, _, value in pairs}
+        call: Any = ast.parse(f"rule{split_text(text)[1] or '()'}", mode="eval").body
+        fields = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
     except (SyntaxError, ValueError):
-        raise ValueError(
-            f"the fields of {text!r} cannot be read: expected plain values by name, such as robust(alpha=0.01)"
-        ) from None
+        call = None
+    if call is None or call.args:
+        raise ValueError(f"the fields of {text!r} cannot be read: expected plain values, such as robust(alpha=0.01)")
     if any(field.name == "classes" and field.init for field in dataclasses.fields(cls)):  # type: ignore[arg-type]
         fields.setdefault("classes", classes)
     norm: Norm = build(cls, "norm", fields)
-    _try(norm, text)
+    for labelled in (True, False):
+        words = "with labels" if labelled else "without labels"
+        try:
+            problem = _problem(norm, labelled)
+        except Exception as error:  # custom code may raise anything
+            raise ValueError(f"the norm rule {text!r} failed {words}: {type(error).__name__}: {error}") from error
+        if problem is not None:
+            raise ValueError(f"the norm rule {text!r} cannot be used: {words} {problem}")
     return norm
 
 
-def _try(norm: Norm, text: str, rows: int = 2, batch: int = 3, channels: int = 4) -> None:
-    """Call a rule with ordinary numbers, with labels and without; raise if its results are unusable.
+def _problem(norm: Norm, labelled: bool, rows: int = 2, batch: int = 3, channels: int = 4) -> str | None:
+    """Return why the results of a rule are unusable, for ordinary moments; None if they are not.
 
     A rule that returns NaN would make every prediction uniform, and nothing would be learned.
     """
@@ -69,23 +76,14 @@ def _try(norm: Norm, text: str, rows: int = 2, batch: int = 3, channels: int = 4
     stats = Stats(*(torch.rand(rows, norm.classes, channels, generator=generator) + 0.5 for _ in range(2)))
     valid, labels = torch.ones(rows, batch, dtype=torch.bool), torch.zeros(rows, batch, dtype=torch.int64)
     group = getattr(norm, "group", lambda labels, *_: labels)
-    for words, given in (("with labels", group(labels, valid, mean.dtype)), ("without labels", None)):
-        try:
-            out_mean, out_var, kept = norm(mean, var, 9, stats, given, valid, 1e-5)
-            shapes = [tuple(t.shape) for t in (out_mean, out_var, *kept)]
-            finite = all(bool(t.isfinite().all()) for t in (out_mean, out_var, *kept))
-            stored = [torch.equal(a, b) for a, b in zip((out_mean, out_var), stats, strict=True)]
-        except Exception as error:  # custom code may raise anything
-            raise ValueError(f"the norm rule {text!r} failed {words}: {type(error).__name__}: {error}") from error
-        per_batch, per_class = [(rows, n, channels) for n in (1, batch)], (rows, norm.classes, channels)
-        problem = None
-        if any(shape not in per_batch for shape in shapes[:2]) or shapes[2:] != [per_class] * 2:
-            problem = (
-                f"it returned the shapes {shapes}; expected {per_batch[0]} or {per_batch[1]}, and {per_class} to keep"
-            )
-        elif not finite or bool((out_var + 1e-5 <= 0).any()):
-            problem = "its statistics are not finite, or a variance is negative, for ordinary moments"
-        elif not norm.observes and not all(stored):
-            problem = "it returned other statistics than the stored ones, although its observes is False"
-        if problem is not None:
-            raise ValueError(f"the norm rule {text!r} cannot be used: {words} {problem}")
+    given = group(labels, valid, mean.dtype) if labelled else None
+    out_mean, out_var, kept = norm(mean, var, 9, stats, given, valid, 1e-5)
+    shapes = [tuple(t.shape) for t in (out_mean, out_var, *kept)]
+    per_batch, per_class = [(rows, n, channels) for n in (1, batch)], (rows, norm.classes, channels)
+    if any(shape not in per_batch for shape in shapes[:2]) or shapes[2:] != [per_class] * 2:
+        return f"it returned the shapes {shapes}; expected {per_batch[0]} or {per_batch[1]}, and {per_class} to keep"
+    if not all(bool(t.isfinite().all()) for t in (out_mean, out_var, *kept)) or bool((out_var + 1e-5 <= 0).any()):
+        return "its statistics are not finite, or a variance is negative"
+    if not norm.observes and not all(torch.equal(a, b) for a, b in zip((out_mean, out_var), stats, strict=True)):
+        return "it returned other statistics than the stored ones, although its observes is False"
+    return None
