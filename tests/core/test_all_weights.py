@@ -57,15 +57,6 @@ def test_views_are_the_networks_own_weights_in_its_own_layout(build):
     assert len(row) == sum(p.numel() for p in own.values())
 
 
-def test_source_rows_are_copies():
-    net = Backbone(small_network())
-    before = net.fingerprint()
-    source = WeightLayout(net).source(2)
-    source.weights[0] += 1
-    assert not torch.equal(source.weights[0], source.weights[1])
-    assert net.fingerprint() == before
-
-
 def test_layers_can_be_left_out():
     net = Backbone(biased_network())
     layout = WeightLayout(net, without=nn.Linear)
@@ -95,26 +86,6 @@ def test_weights_of_convolutions_are_aligned_in_memory():
         params = layout.source(3).stream(index)
         assert torch.equal(weights.forward(layout, params, images(1, 2), PerBatch(), everything(2)).logits, expected)
         assert seen == {1: 0, 3: 0, 4: 0}
-
-
-def test_a_pass_uses_the_weights_it_is_given():
-    net = Backbone(small_network())
-    layout = WeightLayout(net)
-    other = WeightLayout(Backbone(small_network(seed=5))).source()
-    x = images(1, 5)
-    there = Backbone(small_network(seed=5))
-    expected = there(x, *there.source(), PerBatch()).logits
-    assert torch.equal(weights.forward(layout, other, x, PerBatch(), everything(5)).logits, expected)
-
-
-def test_rows_of_one_stream_are_normalised_alone():
-    net = Backbone(small_network())
-    layout = WeightLayout(net)
-    x = images(4, 5)
-    together = weights.forward(layout, layout.source(), x, PerBatch(), everything(5)).logits
-    for i in range(4):
-        alone = weights.forward(layout, layout.source(), x[i : i + 1], PerBatch(), everything(5)).logits
-        assert torch.allclose(together[i], alone[0], atol=1e-6)
 
 
 def test_training_all_weights_equals_torch():

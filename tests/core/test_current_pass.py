@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import tribe
 from tribe import norms
 from tribe.core.all_weights import WeightLayout
 from tribe.core.backbone import Backbone
@@ -206,23 +205,6 @@ def test_passes_with_other_weights_do_not_affect_each_other(replaced: tuple[bool
     assert torch.equal(found[0], alone[1])
     assert found[1] == mark
     assert torch.equal(found[2], source)
-
-
-def test_threads_with_methods_that_move_all_weights_do_not_meet() -> None:
-    model, methods = build("BatchNorm2d"), ["cotta", "tent", "cotta"]
-    alone = [tribe.adapt(model, name, seed=i) for i, name in enumerate(methods)]
-    net = Backbone(model)
-    threaded = [tribe.adapt(net, name, seed=i) for i, name in enumerate(methods)]
-
-    def drive(adapters: list[Any], i: int) -> None:
-        for seed in range(6):
-            adapters[i](images("BatchNorm2d", seed=10 * i + seed)[0])
-
-    for i in range(len(methods)):
-        drive(alone, i)
-    with ThreadPoolExecutor(len(methods)) as pool:
-        list(pool.map(partial(drive, threaded), range(len(methods))))
-    assert [a.digest() for a in threaded] == [a.digest() for a in alone]
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])

@@ -191,19 +191,6 @@ def test_steps_in_segments_equal_the_steps(name, fields):
     assert in_segments.recorded == 1
 
 
-def test_segments_of_a_smaller_batch_are_padded_and_a_larger_one_is_recorded_again():
-    method, net, _, state = pair("rotta")
-    in_segments, here, there = CapturedSegments(method, net, repeated), state, state
-    for seed, batch in enumerate((60, 40, 1, 64, 70, 2)):
-        x = images(2, batch, seed)
-        wanted, here = method.step(net, here, x)
-        logits, there = in_segments.step(there, x)
-        assert logits.shape == wanted.shape
-        assert (logits - wanted).abs().max() <= 1e-5
-    assert in_segments.recorded == 3
-    assert torch.equal(here.info.images, there.info.images)
-
-
 def test_too_many_shapes_of_images_end_the_recordings(monkeypatch):
     monkeypatch.setattr(graphs, "cuda_graphs", repeated)
     monkeypatch.setattr(graphs, "capture_refusal", lambda method, device: None)
@@ -230,19 +217,25 @@ def test_two_static_states_take_turns_and_nothing_else_is_copied(monkeypatch):
     assert copies.count(True) == 1
 
 
-def test_a_smaller_batch_is_padded_and_a_larger_one_is_recorded_again():
-    method, net, captured, state = pair()
-    here = there = state
-    for seed, batch in enumerate((6, 4, 1, 6, 9, 9, 2)):
+@pytest.mark.parametrize(
+    ("name", "kind", "batches", "recorded"),
+    [("tribe", Captured, (6, 4, 1, 6, 9, 9, 2), 2), ("rotta", CapturedSegments, (60, 40, 1, 64, 70, 2), 3)],
+    ids=["whole", "segments"],
+)
+def test_a_smaller_batch_is_padded_and_a_larger_one_is_recorded_again(name, kind, batches, recorded):
+    method, net, _, state = pair(name)
+    captured, here, there = kind(method, net, repeated), state, state
+    for seed, batch in enumerate(batches):
         x = images(2, batch, seed)
         wanted, here = method.step(net, here, x)
         logits, there = captured.step(there, x)
         assert logits.shape == wanted.shape
         assert (logits - wanted).abs().max() <= 1e-5
-    for name, t in leaves(here).items():
-        assert torch.allclose(t.double(), leaves(there)[name].double(), atol=1e-5), name
+    for leaf, t in leaves(here).items():
+        assert torch.allclose(t.double(), leaves(there)[leaf].double(), atol=1e-5), leaf
     assert torch.equal(here.info.images, there.info.images)
     assert torch.equal(here.info.skipped, there.info.skipped)  # padding is not a broken image
+    assert captured.recorded == recorded
 
 
 def test_a_state_from_elsewhere_is_copied_in_and_stays_whole():

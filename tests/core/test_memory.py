@@ -11,7 +11,6 @@ import reference
 from tribe.core import memory, rng
 from tribe.core.memory import Reservoir, Timely
 from tribe.core.rng import Key
-from tribe.core.state import digest, rebuild, select, stream
 
 CPU = torch.device("cpu")
 
@@ -27,9 +26,6 @@ class Stream(NamedTuple):
     def image(self) -> Tensor:
         position = torch.arange(self.label.shape[1], dtype=torch.float64)
         return position[:, None, None].expand(len(self.label), -1, 2, 3)
-
-    def rows(self, chosen: slice) -> "Stream":
-        return Stream(*(t[chosen] for t in self))
 
 
 def draw(
@@ -237,61 +233,7 @@ def test_a_rare_class_always_gets_in() -> None:
         assert {(50, 1), (51, 1)} <= set(contents(play("reservoir", played, 8, 3, seed=seed)))
 
 
-def test_seeds_draw_differently() -> None:
-    played = sequence(*[(0, 0.0)] * 50)
-    assert len({str(contents(play("reservoir", played, 8, 2, seed=seed))) for seed in range(10)}) > 5
-
-
 # -- what both promise ------------------------------------------------------------------------------------------------
-
-
-@both
-@pytest.mark.parametrize("batch", [1, 7, 150])
-def test_how_images_fall_into_batches_changes_nothing(kind: str, batch: int) -> None:
-    played = draw(0, streams=2)
-    assert digest(play(kind, played, 16, 5, batch)) == digest(play(kind, played, 16, 5, 32))
-
-
-@both
-def test_streams_together_equal_each_alone(kind: str) -> None:
-    played = draw(1, streams=4)
-    together = play(kind, played, 16, 5, seed=3)
-    for i in range(4):
-        alone = play(kind, played.rows(slice(i, i + 1)), 16, 5, seed=3 + i)
-        assert digest(stream(together, i, 4)) == digest(alone)
-
-
-@both
-def test_invalid_images_are_no_arrivals(kind: str) -> None:
-    """Catches padding that is held, ages others, shifts the draws or is counted."""
-    played = draw(2, invalid=0.4)
-    keep = played.valid[0]
-    held, without = play(kind, played, 16, 5), play(kind, Stream(*(t[:, keep] for t in played)), 16, 5)
-    position = keep.nonzero()[:, 0]  # of each valid image, among all
-    moved = [(int(position[p]), *rest) for p, *rest in contents(without)]
-    assert contents(held) == moved
-    for name in set(held._fields) - {"image"}:
-        assert torch.equal(getattr(held, name), getattr(without, name)), name
-
-
-@both
-def test_a_resumed_memory_equals_an_uninterrupted_one(kind: str) -> None:
-    from safetensors.torch import load, save
-
-    played = draw(5, streams=2)
-    first, second = (Stream(*(t[:, part] for t in played)) for part in (slice(0, 70), slice(70, 150)))
-    seeds = torch.arange(2)
-    half = play(kind, first, 16, 5)
-    resumed = rebuild(half, load(save({k: t.contiguous() for k, t in half._asdict().items()})))
-    assert digest(arrive(resumed, second, 5, seeds, 16)) == digest(arrive(half, second, 5, seeds, 16))
-
-
-@both
-def test_nothing_given_is_changed(kind: str) -> None:
-    held = play(kind, draw(6), 16, 5)
-    before = digest(held)
-    arrive(held, draw(7), 5, torch.tensor([0]), 16)
-    assert digest(held) == before
 
 
 @both
@@ -323,13 +265,6 @@ def test_smaller_images_fit_and_another_shape_starts_anew(kind: str) -> None:
     assert torch.equal(fitted.arrivals, held.arrivals)  # the stream goes on
     assert memory.fit(held, torch.zeros(2, 1, 3, 2)).held.tolist() == [0, 0]  # as many values in another shape
     assert torch.equal(memory.fit(held, torch.zeros(2, 1, 2, 3)).held, held.held)
-
-
-def test_one_stream_can_be_reset_among_others() -> None:
-    held = play("timely", draw(11, streams=2), 16, 5)
-    mixed = select(torch.tensor([True, False]), timely(16, 2), held)
-    assert digest(stream(mixed, 0, 2)) == digest(timely(16))
-    assert digest(stream(mixed, 1, 2)) == digest(stream(held, 1, 2))
 
 
 def test_images_that_are_too_large_are_refused_with_what_to_do() -> None:

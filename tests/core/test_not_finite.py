@@ -14,7 +14,6 @@ from tribe.core.state import digest, leaves
 from tribe.testing import images, informed, small_network
 
 NAMES = [*methods.names(), "selftrain/iabn", "selftrain/robust+memory+st", "selftrain/mean-teacher"]
-MEMORY = {"rotta", "note", "selftrain/robust+memory+st"}
 
 
 class Standardised(nn.Module):
@@ -110,13 +109,6 @@ def test_an_adapter_survives_an_overflow_in_float16():
     assert digest(adapter.state.affine) == before
     assert adapter.info[0].skipped == 6
     assert adapter(good).isfinite().all()
-
-
-@pytest.mark.parametrize("name", sorted(MEMORY))
-def test_images_that_require_gradients_leave_no_graph_in_a_memory(name, net):
-    method = built(name, net)
-    _, state = method.step(net, method.init(net), images(1, 6, 0).requires_grad_())
-    assert not any(t.requires_grad for t in leaves(state).values())
 
 
 def test_a_batch_without_images_is_refused(net):

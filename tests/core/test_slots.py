@@ -1,14 +1,13 @@
 """Slots replace normalisation layers of every kind that they can, and no others."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -223,23 +222,6 @@ def test_wrappers_are_taken_off(wrap: Callable[[nn.Module], nn.Module]) -> None:
     net = Backbone(wrap(model))
     assert type(net.model) is nn.Sequential
     x = x.to(net.device)  # DataParallel moves a model to the GPU where there is one
-    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
-
-
-@pytest.fixture
-def one_process() -> Iterator[None]:
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    except RuntimeError as error:
-        pytest.skip(f"no process group here: {error}")
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_process")
-def test_distributed_data_parallel_is_taken_off() -> None:
-    model, x = build("BatchNorm2d"), images("BatchNorm2d")
-    net = Backbone(nn.parallel.DistributedDataParallel(model))
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 

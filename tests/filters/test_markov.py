@@ -185,20 +185,6 @@ def test_a_long_burst_stays_filtered_until_it_is_the_marginal():
     assert errors(answers[:, end + 30 :], labels[:, end + 30 :]) < 0.1
 
 
-def test_frames_that_are_skipped_make_bursts_shorter():
-    """The rate is learned from the images that arrive."""
-    labels = labels_in_bursts(4, 1600, CLASSES, 0.97)
-    logits = predictions(labels, CLASSES, margin=3)
-    bursts = []
-    for every in (1, 4):
-        seen, truth = logits[:, ::every], labels[:, ::every]
-        answers, _, state = play(Markov(), seen)
-        bursts.append([info.burst for info in Markov().info(state)])
-        assert errors(answers[:, 100:], truth[:, 100:]) < 0.5 * errors(seen[:, 100:], truth[:, 100:])
-        assert all(info.on for info in Markov().info(state))
-    assert all(many > 1.5 * few for many, few in zip(*bursts, strict=True))
-
-
 @pytest.mark.parametrize("within", ["past", "batch"])
 def test_a_stream_that_loses_its_bursts_and_finds_them_again(within):
     parts = ((400, 0.95), (800, 0), (400, 0.95))
@@ -232,51 +218,6 @@ def test_a_bias_among_many_classes_is_no_burst(within, monkeypatch):
     answers, used, _ = play(Markov(within=within), logits, batch=64)
     assert used.any()
     assert errors(answers, labels) > errors(logits, labels)
-
-
-@pytest.mark.parametrize("within", ["past", "batch"])
-def test_a_temperature_without_a_say_waits_where_it_started(within):
-    """Else a bias that it took for a burst turns the filter on when the network is sure again: on ImageNet-C, for the
-    first hundreds of images of a milder corruption."""
-    _, biased = biased_predictions(512)
-    labels, sure = biased_predictions(512)
-    sure = 0.5 * sure + torch.nn.functional.one_hot(labels, 1000) * 40.0
-    rule = Markov(within=within)
-    _, _, state = play(rule, biased, batch=64)
-    silent = state.confidence < markov.least_confidence(1000)
-    assert silent[0, -1]
-    assert not silent[0, 0]
-    assert bool((state.evidence[silent] == -rule.evidence_on).all())
-    assert bool((state.rate[silent] == markov.START).all())
-    assert torch.allclose(state.belief[silent], torch.tensor(1 / 1000))
-    _, used, state = play(rule, sure, state, batch=64)
-    assert bool((state.confidence >= markov.least_confidence(1000)).all())
-    assert not used.any()
-
-
-def test_within_the_batch_an_image_keeps_its_prediction_where_the_temperature_had_no_say():
-    """The network is unsure in the first half of a batch, and sure, in bursts, in the second: the filter turns on at a
-    temperature that was silent in the first half, and knows nothing of its images."""
-    draw = torch.Generator().manual_seed(0)
-    classes, half = 100, 32
-    labels = torch.randint(0, classes, (7 * half,), generator=draw)
-    labels = torch.cat((labels, torch.arange(3).repeat_interleave(11)[:half]))
-    logits = 0.1 * torch.randn(1, 8 * half, classes, generator=draw)
-    gap = torch.cat((torch.full((7 * half,), 1.5), torch.full((half,), 12.0)))
-    logits[0, torch.arange(8 * half), labels] += gap
-    answers, used, _ = play(Markov(within="batch"), logits, batch=2 * half)
-    assert used[0, -5:].all()
-    assert not used[0, : 7 * half].any()
-    assert errors(logits, labels) == 0
-    assert errors(answers, labels) == 0
-
-
-def test_with_ten_classes_every_temperature_has_a_say():
-    rule, logits = Markov(), 0.1 * predictions(labels_in_bursts(2, 300, CLASSES, 0.9), CLASSES)
-    _, _, state = play(rule, logits)
-    assert bool(
-        (state.confidence >= markov.least_confidence(CLASSES)).all()
-    )  # the likeliest of ten has a tenth or more
 
 
 @pytest.mark.parametrize(
