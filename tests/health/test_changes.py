@@ -111,18 +111,6 @@ def test_methods_with_a_time_filter_are_compared():
     assert adapter.compare().classes[0].statistics > 0
 
 
-def test_a_comparison_reads_as_tables():
-    adapter = learner(small_network())
-    adapter(batch())
-    text = str(adapter.compare()).splitlines()
-    assert text[0] == "changes since the source"
-    assert text[2].split() == ["stream:", "images", "affine", "statistics"]
-    assert text[3].startswith("0: 0 -> 6 ")
-    assert text[5].split() == ["layer", "affine", "statistics"]
-    assert text[9].split() == ["class", "statistics"]
-    assert len(text) == 14
-
-
 def test_long_tables_are_cut():
     layers = [m for _ in range(12) for m in (nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3))]
     net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(192, 4))

@@ -67,14 +67,6 @@ def test_repetition_does_not_depend_on_where_a_ring_begins(start):
     assert repetition(predicted.roll(start), torch.ones(7, dtype=torch.bool)).item() == pytest.approx(3 / 7)
 
 
-def test_the_accuracy_is_what_the_model_says_of_the_features():
-    features = Features(*torch.randn(F, 5, generator=torch.Generator().manual_seed(1)))
-    expected = torch.sigmoid(ESTIMATOR.model.value(torch.stack(features, -1)))
-    assert torch.equal(ESTIMATOR.accuracy(features), expected)
-    surer = ESTIMATOR.accuracy(features._replace(confidence=features.confidence + 1))
-    assert (surer > ESTIMATOR.accuracy(features)).all()
-
-
 @pytest.mark.parametrize("batch", [1, 3, 7, 20])
 def test_a_ring_of_the_last_images_equals_keeping_all(batch):
     state, kept, shares, shifts, sources, ended = ESTIMATOR.init(), [], [], [], [], 0.0
