@@ -522,7 +522,7 @@ def test_custom_components_are_played_and_what_they_print_is_no_result():
     for place in ("at import", "of a step", "of a scenario", "of images", "of a network"):
         assert f"words {place}" in result.stderr
     assert json.loads(planned.stdout)["images"] == 200
-    assert scenarios.load("plan.npz").index[:2].tolist() == [9999, 9949]
+    assert np.load("plan.npz")["index"][:2].tolist() == [9999, 9949]
 
 
 class TestSchedule:
@@ -535,7 +535,7 @@ class TestSchedule:
         made = record(played[0], "source", 1)
         assert planned["images"] == len(made.label)
         assert planned["class_counts"] == tribe.metrics.class_counts(made).tolist()
-        plan = scenarios.load("plan.npz")
+        plan = scenarios.Schedule(**{name: torch.from_numpy(array) for name, array in np.load("plan.npz").items()})
         assert scenarios.digest(plan) == planned["digest"]
         assert torch.equal(plan.domain, made.domain)
 

@@ -23,7 +23,6 @@ from tribe.data.datasets import manifest
 from tribe.data.datasets.manifest import Block, Manifest
 from tribe.data.images import read_image
 from tribe.data.models import weights
-from tribe.data.scenarios import schedules
 from tribe.experiments.record import Record
 from tribe.io import json_files, states
 from tribe.io.arrays import open_npy, read_npz
@@ -59,10 +58,6 @@ def write_state(path):
 def write_manifest(path):
     blocks = {"fog@5": Block("0" * 64, "cpu", "2", "1")}
     manifest.write_manifest(path.parent, Manifest("cifar10", 3, "0" * 64, 0, "common", "down", blocks))
-
-
-def write_schedule(path):
-    schedules.save(path, tribe.scenarios.create("iid").schedule([torch.arange(20) % 4], 0))
 
 
 def write_idx(path):
@@ -113,7 +108,6 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
         ValueError,
     ),
     "state.safetensors": (write_state, states.read, states.StateFileError),
-    "schedule.npz": (write_schedule, schedules.load, ValueError),
     "record.npz": (write_record, Record.load, ValueError),
 }
 

@@ -60,7 +60,6 @@ def test_a_key_that_is_not_printable_is_quoted():
         b"\xff\xfe",
         b"[" * 100_000,
         b'{"a":' * 100_000,
-        b'{"a": 1, "a": 2}',
         b"-" + b"1" * 5000,
     ],
     ids=lambda content: f"{content[:12]!r}",
@@ -72,10 +71,8 @@ def test_damaged_or_excessive_json_is_a_value_error(content):
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite_are_refused(number):
-    with pytest.raises(ValueError, match="is not a finite number"):
-        parse(f'{{"error": {number}}}', object, "f.json")
     with pytest.raises(ValueError, match=r"error is .*; expected a finite number"):
-        parse(f'{{"error": {number}}}', {"error": float}, "f.json", finite=False)
+        parse(f'{{"error": {number}}}', {"error": float}, "f.json")
 
 
 def test_a_large_file_is_refused_before_it_is_read(tmp_path):

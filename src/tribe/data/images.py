@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.fields import is_whole, require
+from tribe.fields import is_whole, plain_numbers, require
 from tribe.io.files import open_regular
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
@@ -42,9 +42,12 @@ def require_pillow(feature: str) -> ModuleType:
     return Image
 
 
-def check_reading(unreadable: str, workers: int | None) -> None:
-    """Check the fields of a data set that `read_images` takes."""
-    require(unreadable in get_args(Unreadable), "unreadable is 'raise' or 'skip'", unreadable)
+def check_reading(dataset: Any) -> None:
+    """Check the fields of a data set of image files."""
+    plain_numbers(dataset)
+    size, workers = dataset.size, dataset.workers
+    require(dataset.unreadable in get_args(Unreadable), "unreadable is 'raise' or 'skip'", dataset.unreadable)
+    require(size is None or is_whole(size, least=1), "size is a number of pixels, at least 1", size)
     fits = workers is None or is_whole(workers, least=1)
     require(fits, "workers is a number of threads, at least 1, or None for one for each core", workers)
 
@@ -69,13 +72,7 @@ def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: in
         path: the file.
         resize: length of the shorter side, bilinear with antialiasing, like torchvision's Resize on Pillow images.
         crop: side of a square cut from the middle, like torchvision's CenterCrop; black where the image is smaller.
-
-    Raises:
-        ImageFileError: the file is missing, damaged, not an image, greyscale with more than eight bits, or has more
-            than `PIXELS`.
     """
-    for name, side in (("resize", resize), ("crop", crop)):
-        require(side is None or is_whole(side, least=1), f"{name} is a number of pixels, at least 1", side)
     pillow = require_pillow("reading images")
     try:
         with open_regular(path, LARGEST_FILE) as file, pillow.open(file, formats=FORMATS) as image:
@@ -113,14 +110,13 @@ def read_images(
     hint: str,
     resize: int | None = None,
     unreadable: Unreadable = "raise",
-    warned: set[Path] | None = None,
     workers: int | None = 1,
 ) -> Tensor:
     """Decode image files to (n, 3, H, W) floats in [0, 1], on several threads.
 
     Each must have the height and width ``size``, after ``resize`` and a crop if that is given; ``hint`` ends the
-    message about another one. A skipped file is an image of NaN, which a stream marks as not valid, and is named in a
-    warning unless it is in ``warned``, to which it is added.
+    message about another one. A skipped file is named in a warning; its image is NaN, which a stream marks as not
+    valid.
     """
     images = torch.empty(len(paths), 3, *size)
 
@@ -140,10 +136,8 @@ def read_images(
 
     with ThreadPoolExecutor(workers or cores(), "tribe-images") as pool:
         errors = list(pool.map(read, range(len(paths))))
-    warned = set() if warned is None else warned
-    for path, error in zip(paths, errors, strict=True):
-        if error is not None and path not in warned:
-            warned.add(path)
+    for error in errors:
+        if error is not None:
             warnings.warn(f"skipped: {error}", stacklevel=3)
     return images
 

@@ -224,7 +224,7 @@ def _damage_of_parts(record: Record, images: int) -> str | None:
 
 def _decode(file: Mapping[str, Any]) -> Record:
     """Return the record in an open npz file."""
-    header = json_files.parse(file["words"].item(), HEADER, "its header", finite=False)
+    header = json_files.parse(file["words"].item(), HEADER, "its header")
     columns: dict[str, Any] = _columns(file, COLUMNS)
     if "alarms" in header:
         columns["watched"] = Watched(**_columns(file, WATCHED, "watched_"), kinds=tuple(header["alarms"]))

@@ -30,15 +30,10 @@ def open_npy(path: str | PathLike[str]) -> NDArray[Any]:
 
 
 def read_npz(path: str | PathLike[str], arrays: Mapping[str, str] | None = None) -> dict[str, NDArray[Any]]:
-    """Return arrays of an npz file by name.
+    """Return arrays of an npz file by name; a ValueError says why it cannot be read.
 
-    Args:
-        path: the file.
-        arrays: the kind of each expected array, a key of `KINDS`: text (no dimension), or columns of equal lengths.
-            None: all arrays, of any type and shape.
-
-    Raises:
-        ValueError: it is damaged, holds other arrays, or unpacks to far more bytes than it has.
+    ``arrays`` has the kind of each expected array, a key of `KINDS`: text (no dimension), or columns of equal lengths;
+    by default all arrays of any type and shape are returned.
     """
     try:
         most = max(MOST_UNPACKED, MOST_RATIO * regular_size(path))

@@ -32,23 +32,12 @@ class Busy(OSError):
 class CannotWrite(OSError):
     """A file that cannot be written: why, and how much room it needs."""
 
-    @classmethod
-    def because(cls, error: OSError, path: str | PathLike[str], needed: int = 0, advice: str = "") -> "CannotWrite":
-        """Return the error for a path, the bytes to be written there, and an error of the operating system."""
-        room = f". {room_for(needed, Path(path).parent)}" if needed else ""
-        return cls(f"{path} could not be written: {error.strerror or error}{room}{advice}")
-
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def regular_size(path: str | PathLike[str], largest: int | None = None) -> int:
-    """Return the size of a regular file in bytes; symbolic links are followed.
-
-    Raises:
-        NotRegular: it is a folder, a pipe, a socket or a device, or it has more than ``largest`` bytes.
-        OSError: The file does not exist.
-    """
+    """Return the size of a regular file, through links; raise `NotRegular` if it has more than ``largest`` bytes."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
@@ -78,10 +67,7 @@ def read_regular(path: str | PathLike[str], largest: int) -> bytes:
 def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None = None) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is made if it is missing; the OS releases it if the process dies.
 
-    Args:
-        path: the file to lock.
-        wait: wait until another process releases it; else raise `Busy`.
-        busy: the message of `Busy`.
+    If another process holds it, wait, or raise `Busy` with the message ``busy``.
     """
     lock = FileLock(path, timeout=-1 if wait else 0)
     try:
@@ -97,21 +83,29 @@ def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def explain_failure(path: str | PathLike[str], needed: int = 0, advice: str = "") -> Iterator[None]:
+    """Turn an error of the operating system into a `CannotWrite` with the path, the bytes that it needs, and advice."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # its message is complete
+            raise
+        room = f". {room_for(needed, Path(path).parent)}" if needed else ""
+        raise CannotWrite(f"{path} could not be written: {error.strerror}{room}{advice}") from error
+
+
 def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     """Write a file so that the path holds the old bytes or the new ones at every moment.
 
     A pipe or a device, such as /dev/null, is written to directly.
     """
-    try:
+    with explain_failure(path, len(data)):
         if _is_special(Path(path)):
             Path(path).write_bytes(data)
             return
         with open_atomically(path) as file:
             file.write(data)
-    except OSError as error:
-        if error.errno is None:  # its message is complete
-            raise
-        raise CannotWrite.because(error, path, len(data)) from error
 
 
 @contextlib.contextmanager
@@ -139,11 +133,8 @@ def write_new(files: Mapping[Path, bytes]) -> None:
     A process that is killed meanwhile leaves torn files: use names that no process reads before this returns.
     """
     for path, data in files.items():
-        try:
-            with path.open("xb") as file:
-                file.write(data)
-        except OSError as error:
-            raise CannotWrite.because(error, path, len(data)) from error
+        with explain_failure(path, len(data)), path.open("xb") as file:
+            file.write(data)
     with ThreadPoolExecutor(SYNCING) as threads:
         list(threads.map(_sync_file, files))  # raises the error of any
         list(threads.map(sync_folder, {path.parent for path in files}))
@@ -162,13 +153,11 @@ def check_folder(folder: str | PathLike[str]) -> None:
     if not nearest.is_dir():
         raise NotADirectoryError(f"{folder} cannot be a folder: {nearest} is not a folder")
     probe = nearest / f".probe.{secrets.token_hex(8)}.tmp"
-    try:
+    with explain_failure(f"a file in {nearest}"):
         try:
             probe.write_bytes(bytes(4096))  # a full disk has no room for a block
         finally:
             probe.unlink(missing_ok=True)
-    except OSError as error:
-        raise CannotWrite.because(error, f"a file in {nearest}") from error
 
 
 def room_for(needed: int, folder: Path) -> str:

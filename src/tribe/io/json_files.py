@@ -18,7 +18,6 @@ ValueError: metrics.json is damaged: seeds.0.images is 'many'; expected an integ
 """
 
 import json
-import math
 import reprlib
 from collections.abc import Callable
 from os import PathLike
@@ -56,28 +55,12 @@ def read(path: str | PathLike[str], schema: Schema, advice: str = "") -> Any:
     return parse(content, schema, str(path), advice)
 
 
-def parse(content: bytes | str, schema: Schema, place: str, advice: str = "", *, finite: bool = True) -> Any:
-    """Return the value in a JSON text, checked.
-
-    Args:
-        content: the text.
-        schema: the expected schema, see above.
-        place: what error messages call the text.
-        advice: what to do about a text that cannot be used.
-        finite: refuse NaN and infinity, which are not JSON.
-
-    Raises:
-        ValueError: it is not JSON, or not of the schema.
-    """
-
-    def finite_number(digits: str) -> float:
-        if finite and not math.isfinite(float(digits)):
-            raise ValueError(f"{digits[:20]} is not a finite number")
-        return float(digits)
+def parse(content: bytes | str, schema: Schema, place: str, advice: str = "") -> Any:
+    """Return the value in a JSON text, checked; ``place`` is what messages call the text."""
 
     try:
         text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_unique, parse_float=finite_number, parse_constant=finite_number)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(
@@ -99,13 +82,6 @@ def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
 
 def _with_advice(text: str, advice: str) -> str:
     return f"{text}. {advice}" if advice else text
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("an object has the same key twice")
-    return value
 
 
 NAMES: dict[Any, str] = {

@@ -101,7 +101,7 @@ def test_a_folder_with_wnids_knows_the_outputs_too(root):
 @pytest.mark.parametrize("name", SISTERS)
 def test_images_are_resized_and_cropped_as_everybody_evaluates(name, root):
     data = made(name, root)
-    folder, names, _ = data.listing(SISTERS[name])
+    folder, names, *_ = data.listing(SISTERS[name])
     images = data.images(SISTERS[name], torch.tensor([1, 0]))
     for image, path in zip(images, (names[1], names[0]), strict=True):
         assert torch.equal((image * 255).round().byte(), read_image(folder / path, resize=256, crop=224))

@@ -201,9 +201,9 @@ def test_no_data_set_waits_for_a_pipe_or_reads_a_device(name, file, special, tmp
 
 
 def test_tribe_corrupt_refuses_a_pipe(tmp_path):
-    (tmp_path / "val/n01").mkdir(parents=True)
-    picture(draw, 300, 300).save(tmp_path / "val/n01/a.JPEG")
-    os.mkfifo(tmp_path / "val/n01/b.JPEG")
+    (tmp_path / "val/n01440764").mkdir(parents=True)
+    picture(draw, 300, 300).save(tmp_path / "val/n01440764/a.JPEG")
+    os.mkfifo(tmp_path / "val/n01440764/b.JPEG")
     with pytest.raises(NotRegular, match=r"it is a pipe, .*b.JPEG"):
         generate("imagenet", data=str(tmp_path / "val"), out=str(tmp_path / "out"), corruptions=["contrast"])
     assert not list((tmp_path / "out").rglob("*.JPEG"))

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import pickle
 import warnings
 
 import numpy as np
@@ -335,10 +334,10 @@ def test_orders():
 # -- schedules as data -------------------------------------------------------------------------------------------------
 
 
-def test_saved_and_loaded(tmp_path):
+def test_saved_as_plain_arrays(tmp_path):
     stream = scenarios.create("fully").schedule(even(2), 0)
     scenarios.save(tmp_path / "stream.npz", stream)
-    loaded = scenarios.load(tmp_path / "stream.npz")
+    loaded = Schedule(**{name: torch.from_numpy(array) for name, array in np.load(tmp_path / "stream.npz").items()})
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(stream, loaded, strict=True))
     assert scenarios.digest(loaded) == scenarios.digest(stream)
     assert [p.name for p in tmp_path.iterdir()] == ["stream.npz"]
@@ -348,41 +347,6 @@ def test_the_digest_is_stable():
     stream = Schedule(torch.tensor([0, 1]), torch.tensor([3, 4]), torch.tensor([True, False]))
     assert scenarios.digest(stream) == "ff22c8249a13252b257584357efec4fb"
     assert scenarios.digest(stream._replace(reset=torch.tensor([True, True]))) != scenarios.digest(stream)
-
-
-GOOD_ARRAYS = {"domain": np.zeros(3, np.int64), "index": np.arange(3), "reset": np.zeros(3, bool)}
-BAD_FILES = {  # arrays or bytes, and a word of the message
-    "missing": ({"domain": GOOD_ARRAYS["domain"]}, "index"),
-    "float": (GOOD_ARRAYS | {"index": np.zeros(3)}, "index is float64"),
-    "short": (GOOD_ARRAYS | {"reset": np.zeros(2, bool)}, r"reset is bool of shape \(2,\)"),
-    "negative": (GOOD_ARRAYS | {"index": np.array([0, -1, 2])}, "index holds -1"),
-    "pickle": (GOOD_ARRAYS | {"index": np.array([0, None, 2], dtype=object)}, "not a schedule"),
-    "empty": (b"", "cut short"),
-    "text": (b"hello", "cut short"),
-    "pickled": (pickle.dumps([1, 2]), "cut short"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files_are_refused(case, tmp_path):
-    content, said = BAD_FILES[case]
-    path = tmp_path / "bad.npz"
-    path.write_bytes(content) if isinstance(content, bytes) else np.savez(path, **content)
-    with pytest.raises(scenarios.ScheduleFileError, match=said):
-        scenarios.load(path)
-
-
-def test_a_file_cut_short_or_elsewhere_is_refused(tmp_path):
-    path = tmp_path / "good.npz"
-    np.savez(path, **GOOD_ARRAYS)
-    assert scenarios.load(path).index.tolist() == [0, 1, 2]
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(scenarios.ScheduleFileError, match="cut short"):
-        scenarios.load(path)
-    with pytest.raises(FileNotFoundError, match="no schedule file"):
-        scenarios.load(tmp_path / "nowhere.npz")
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        scenarios.save(tmp_path / "no" / "where.npz", scenarios.create("iid").schedule(even(1), 0))
 
 
 def test_summaries_by_hand():

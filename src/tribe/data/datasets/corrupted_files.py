@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +18,14 @@ from torch import Tensor
 
 from tribe.data.corruptions import CHUNK, CHUNK_ELSEWHERE, SEVERITIES
 from tribe.data.datasets import create
-from tribe.data.datasets.files import MissingData, data_root, open_images
-from tribe.data.datasets.imagenet import ImageNet, resize_for
+from tribe.data.datasets.files import data_root, open_images
+from tribe.data.datasets.imagenet import ImageNet
 from tribe.data.datasets.imagenet_c import ImageNetC
 from tribe.data.datasets.manifest import Block
 from tribe.data.datasets.npy_sets import SEVERITY, Cifar10C, Cifar100C, MnistC
 from tribe.data.images import LARGEST_FILE, cores, read_image, require_pillow
 from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
-from tribe.io.files import CannotWrite, regular_size, write_atomically
+from tribe.io.files import explain_failure, regular_size, write_atomically
 
 QUALITY = 85  # of ImageNet-C's JPEG files, as published
 JPEG_BYTES = 5_000  # a lower bound of the mean size of a corrupted image
@@ -63,15 +63,6 @@ BENCHMARKS = {
     "mnist": Benchmark(MnistC.folder, MNIST_C, (SEVERITY,), "{}/test_images.npy", "{}/test_labels.npy", np.int64),
     "imagenet": Benchmark(ImageNetC.folder, IMAGENET_C, tuple(SEVERITIES)),
 }
-
-
-@contextlib.contextmanager
-def explained(path: Path, needed: int) -> Iterator[None]:
-    """Add the path, the bytes that it needs and what to do to an error of the operating system."""
-    try:
-        yield
-    except OSError as error:
-        raise CannotWrite.because(error, path, needed, ADVICE) from error
 
 
 def chunk_size(shape: Sequence[int], device: torch.device) -> int:
@@ -132,7 +123,7 @@ class NpyFiles:
     def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
         """Write corrupted images (n, H, W, C)."""
         path = self._path(domain)
-        with explained(path, self.count * self.image_bytes):
+        with explain_failure(path, self.count * self.image_bytes, ADVICE):
             array = self._mapped(domain)
             if array is None:
                 array = np.lib.format.open_memmap(path, "w+", np.uint8, self.size)  # all holes
@@ -173,22 +164,13 @@ class JpegFiles:
     image_bytes = JPEG_BYTES
 
     def __init__(self, dataset: str, data: str | None, out: str | None) -> None:
-        root = data_root(data)
-        if not root.is_dir():
-            raise MissingData(f"no folder of images at {root}")
-        places = (root / place for place in ImageNet.places["clean"])
-        images = next((folder for folder in places if folder.is_dir()), root)
-        kinds = sorted(f for f in images.iterdir() if f.is_dir() and not f.name.startswith("."))
-        suffixes = (".jpeg", ".jpg")
-        self.paths = [path for kind in kinds for path in sorted(kind.iterdir()) if path.suffix.lower() in suffixes]
-        if not self.paths:
-            raise MissingData(f"no images in {images}: expected a folder for each class, {images}/<class>/NAME.JPEG")
+        listing = ImageNet(data=data).listing("clean")
+        self.paths, self.resize = [listing.folder / name for name in listing.names], listing.resize
         self.count = len(self.paths)
-        target = data_root(out) if out is not None or images == root else root
-        self.folder = target / BENCHMARKS[dataset].folder
+        target = out if out is not None or listing.folder == data_root(data) else data
+        self.folder = data_root(target) / BENCHMARKS[dataset].folder
         self.waiting: deque[Future[None]] = deque()
         self.threads = ThreadPoolExecutor(cores(), "tribe-images")
-        self.resize = resize_for(self.paths, self.shape[1])
 
     def close(self) -> None:
         """Stop the threads."""
@@ -258,7 +240,7 @@ class JpegFiles:
 def _save(pixels: NDArray[np.uint8], place: Path) -> None:
     encoded = io.BytesIO()  # given a file, Pillow does not report that the disk is full
     require_pillow("writing images").fromarray(pixels).save(encoded, "JPEG", quality=QUALITY, optimize=True)
-    with explained(place, JPEG_BYTES):
+    with explain_failure(place, JPEG_BYTES, ADVICE):
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(encoded.getbuffer())
 

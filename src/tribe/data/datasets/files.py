@@ -49,11 +49,7 @@ def download_hint(url: str, folder: Path) -> str:
 
 @cache
 def mnist_test() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return the pixels and labels of the MNIST test images that come with the package (see NOTICE), read-only.
-
-    >>> mnist_test()[0].shape
-    (10000, 28, 28)
-    """
+    """Return the pixels and labels of the MNIST test images that come with the package (see NOTICE), read-only."""
     with np.load(EMBEDDED, allow_pickle=False) as file:
         pixels, labels = file["images"], file["labels"]
     pixels.flags.writeable = labels.flags.writeable = False

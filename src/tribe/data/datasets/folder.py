@@ -25,7 +25,7 @@ from tribe.data.images import (
     read_image,
     read_images,
 )
-from tribe.fields import is_whole, plain_numbers, require
+from tribe.fields import require
 from tribe.io.files import read_regular, regular_size
 from tribe.registry import nearest
 
@@ -56,9 +56,7 @@ class Folder:
     workers: int | None = None  # threads that decode; None: one for each core
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require(self.size is None or is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
-        check_reading(self.unreadable, self.workers)
+        check_reading(self)
         if self.class_names is not None:
             several = isinstance(self.class_names, Sequence) and not isinstance(self.class_names, str)
             text = several and all(isinstance(name, str) for name in self.class_names)
@@ -102,7 +100,6 @@ class Folder:
             hint="all images of a stream have one size; size= would resize and crop them",
             resize=self.size,
             unreadable=self.unreadable,
-            warned=self._warned,
             workers=self.workers,
         )
 
@@ -128,10 +125,6 @@ class Folder:
     @property
     def _root(self) -> Path:
         return Path(self.root).expanduser()
-
-    @cached_property
-    def _warned(self) -> set[Path]:
-        return set()
 
     @cached_property
     def _size(self) -> tuple[int, int]:

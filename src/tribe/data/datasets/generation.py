@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from tribe._version import __version__
+from tribe.core.precision import choose_device
 from tribe.data.corruptions import apply, family_for
 from tribe.data.datasets.corrupted import functions_of, to_bytes
 from tribe.data.datasets.corrupted_files import (
@@ -81,15 +82,10 @@ def generate(
         severities: by default 5.
         out: folder below which to write; by default that of the clean set, for ImageNet the root of all data.
         data: folder below which the clean set lies, for ImageNet also the folder of its class folders.
-        seed: seed of the corruptions' random numbers.
+        seed: of the corruptions' random numbers.
         device: where to compute.
         force: make existing domains again, and begin anew if the folder was made with other settings.
         progress: receives the progress of the work.
-
-    Raises:
-        MissingData: the clean set was not found.
-        CannotWrite: the disk is full, or another process writes to the folder.
-        ValueError: an argument is wrong, or the folder was made with other settings.
     """
     if dataset not in BENCHMARKS:
         raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
@@ -102,7 +98,7 @@ def generate(
         expected = single if len(benchmark.severities) == 1 else "a severity is 1, 2, 3, 4 or 5"
         raise ValueError(f"{expected}; got {strange[0]!r}")
     require(0 <= seed < 2**63, "a seed is at least 0 and below 2**63", seed)
-    place = _check_device(device)
+    place = choose_device(device)
     domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
     files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
     progress, started = progress or GenerationProgress(), time.perf_counter()
@@ -213,11 +209,3 @@ def _unlist(folder: Path, manifest: Manifest, domains: Sequence[CorruptedDomain]
     names = {domain.name for domain in domains}
     kept = {name: block for name, block in manifest.blocks.items() if name not in names}
     return write_manifest(folder, replace(manifest, blocks=kept))
-
-
-def _check_device(device: str) -> torch.device:
-    if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise ValueError(f"a device is cpu or cuda; got {device!r}")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device can be used here: use --device cpu")
-    return torch.device(device)

@@ -21,7 +21,7 @@ from torch import Tensor
 from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find, positions
 from tribe.data.images import Unreadable, check_reading, image_size, is_image_file, read_images
-from tribe.fields import is_whole, plain_numbers, require
+from tribe.fields import require
 from tribe.registry import nearest
 
 COUNT = 1000  # classes of ImageNet
@@ -32,11 +32,7 @@ CLASSES = f"expected class folders with wnids, such as n01440764, or with the nu
 
 @cache
 def wnids() -> Mapping[str, int]:
-    """Return the 1,000 wnids of ImageNet, and the output of a network for each.
-
-    >>> len(wnids()), wnids()["n01440764"]
-    (1000, 0)
-    """
+    """Return the 1,000 wnids of ImageNet, and the output of a network for each."""
     return {wnid: number for number, wnid in enumerate(WNIDS.read_text().split())}
 
 
@@ -96,6 +92,7 @@ class Listing(NamedTuple):
     folder: Path
     names: tuple[str, ...]  # "class/NAME.JPEG"
     labels: Tensor
+    resize: int | None
 
 
 class ListedImages(ABC):
@@ -122,7 +119,7 @@ class ListedImages(ABC):
         """Return the images of a folder that are played, in order."""
         return names
 
-    def resize(self, domain: str) -> int | None:
+    def resize(self, paths: Sequence[Path]) -> int | None:
         """Return the length of the shorter side before the crop; None if the images are cropped already."""
         return None
 
@@ -147,9 +144,8 @@ class ListedImages(ABC):
             [listing.folder / listing.names[i] for i in positions(index, len(listing.names), domain)],
             (self.size, self.size),
             hint="the images of this folder are cropped already, and those of a stream have one size",
-            resize=self.resize(domain),
+            resize=listing.resize,
             unreadable=self.unreadable,
-            warned=self._warned,
             workers=self.workers,
         )
 
@@ -174,16 +170,12 @@ class ListedImages(ABC):
             names = self.select(names, folder)
             number = {kind: k for k, kind in enumerate(classes)}
             labels = torch.tensor([number[name.partition("/")[0]] for name in names])
-            listing = Listing(folder, tuple(names), labels)
+            listing = Listing(folder, tuple(names), labels, self.resize([folder / name for name in names]))
             for other in self._listings.values():
                 if other.names == listing.names:  # 75 domains of ImageNet-C share one list of 50,000 names
                     listing = other._replace(folder=folder)
             self._listings[domain] = listing
         return self._listings[domain]
-
-    @cached_property
-    def _warned(self) -> set[Path]:
-        return set()
 
     @cached_property
     def _listings(self) -> dict[str, Listing]:
@@ -205,9 +197,7 @@ class ClassFolders(ListedImages):
     archive: ClassVar[str]  # where it is published; {} is the domain
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require(is_whole(self.size, least=1), "size is a number of pixels, at least 1", self.size)
-        check_reading(self.unreadable, self.workers)
+        check_reading(self)
 
     @property
     def domains(self) -> Sequence[str]:
@@ -223,19 +213,12 @@ class ClassFolders(ListedImages):
             return root
         return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
 
-    def resize(self, domain: str) -> int | None:
-        """Return the length of the shorter side before the crop; None if the images are cropped already."""
-        if domain not in self._sides:
-            folder, names, _ = self.listing(domain)
-            self._sides[domain] = resize_for([folder / name for name in names], self.size)
-        return self._sides[domain]
+    def resize(self, paths: Sequence[Path]) -> int | None:
+        """Return the length of the shorter side before the crop; None if a sample of the images is cropped already."""
+        return resize_for(paths, self.size)
 
     def _hint(self, root: Path, domain: str) -> str:
         return download_hint(self.archive.format(domain), root)
-
-    @cached_property
-    def _sides(self) -> dict[str, int | None]:
-        return {}
 
 
 @register("imagenet")

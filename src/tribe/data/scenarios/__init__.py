@@ -13,9 +13,7 @@ from tribe.data.scenarios.sampling import Dirichlet, Local, LongTail, Natural, P
 from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, register, registry
 from tribe.data.scenarios.schedules import (
     Schedule,
-    ScheduleFileError,
     class_counts,
-    load,
     local_balance,
     played_labels,
     save,
@@ -36,13 +34,11 @@ __all__ = [
     "RealWorld",
     "Scenario",
     "Schedule",
-    "ScheduleFileError",
     "Shuffled",
     "class_counts",
     "create",
     "digest",
     "get",
-    "load",
     "local_balance",
     "names",
     "played_labels",

@@ -65,11 +65,8 @@ class LongTail:
 
     def __post_init__(self) -> None:
         plain_numbers(self)
-        require(
-            is_number(self.imbalance) and self.imbalance >= 1,
-            "imbalance is the largest class over the smallest, a number of at least 1",
-            self.imbalance,
-        )
+        fits = is_number(self.imbalance) and self.imbalance >= 1
+        require(fits, "imbalance is the largest class over the smallest, a number of at least 1", self.imbalance)
         require(isinstance(self.varying, bool), "varying is True or False", self.varying)
 
     def share(self, classes: int, draw: Draw = "released") -> Floats:
@@ -183,11 +180,7 @@ def drain(log_q: Floats, left: Ints, size: int, rng: Random) -> Ints:
 
 
 def occurrence(values: Ints) -> Ints:
-    """Return how often each value occurs before its position.
-
-    >>> occurrence(np.array([3, 1, 3, 3, 1])).tolist()
-    [0, 0, 1, 2, 1]
-    """
+    """Return how often each value occurs before its position."""
     order = np.argsort(values, kind="stable")
     counts = np.bincount(values)
     starts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -197,10 +190,6 @@ def occurrence(values: Ints) -> Ints:
 
 
 def deal(piles: list[Ints], turns: Ints) -> Ints:
-    """At each t take the next element of pile ``turns[t]``.
-
-    >>> deal([np.array([10, 11]), np.array([20])], np.array([0, 1, 0])).tolist()
-    [10, 20, 11]
-    """
+    """At each t take the next element of pile ``turns[t]``."""
     sizes = np.array([len(pile) for pile in piles])
     return np.asarray(np.concatenate(piles)[(np.cumsum(sizes) - sizes)[turns] + occurrence(turns)])

@@ -4,14 +4,12 @@ import io
 import math
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.io.arrays import read_npz
 from tribe.io.files import write_atomically
 
 
@@ -23,32 +21,11 @@ class Schedule(NamedTuple):
     reset: Tensor  # (T,) bool, True: reset to the source model before this sample
 
 
-class ScheduleFileError(ValueError):
-    """A schedule file that cannot be used, and why."""
-
-
 def save(path: str | PathLike[str], schedule: Schedule) -> None:
-    """Write a schedule as npz; an interrupted write leaves the old file."""
+    """Write a schedule as npz, which `numpy.load` reads; an interrupted write leaves the old file."""
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=False, **{k: t.cpu().numpy() for k, t in schedule._asdict().items()})
     write_atomically(path, buffer.getvalue())
-
-
-def load(path: str | PathLike[str]) -> Schedule:
-    """Read a schedule, or raise an error that says why the file is not one."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no schedule file at {path}")
-    try:
-        arrays = read_npz(path, {"domain": "i", "index": "i", "reset": "b"})
-    except ValueError as error:
-        raise ScheduleFileError(
-            f"{path} is not a schedule, or it was cut short ({error}); expected one written by scenarios.save"
-        ) from error
-    domain, index, reset = (torch.from_numpy(arrays[name]) for name in Schedule._fields)
-    for name, numbers in (("domain", domain), ("index", index)):
-        if bool((numbers < 0).any()):
-            raise ScheduleFileError(f"{path}: {name} holds {numbers.min()}; expected nothing below 0")
-    return Schedule(domain.long(), index.long(), reset)
 
 
 def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
