@@ -82,6 +82,7 @@ class RunningBatch(NamedTuple):
     """A batch that was launched."""
 
     jobs: list[Job]
+    images: int  # of all of them
     since: float
     until: float  # when it should be done
 
@@ -158,7 +159,7 @@ class Scheduler:
         if job.deadline <= now:
             raise Overloaded("the deadline has passed already", self._drain_time(now))
         if self.waiting >= self.policy.waiting:
-            self._enter_relief(now)
+            self.relief_until = now + self.policy.relief
             words = f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}"
             raise Overloaded(words, self._drain_time(now))
         learns = job.stream is not None and job.learn
@@ -172,7 +173,7 @@ class Scheduler:
         # An idle model tries a prediction anyway: else an estimate from one slow moment would never be corrected.
         busy = self.predicting is not None or self.predictions
         if predicts and busy and (done := self._predicted_by(job.size, now)) > job.deadline:
-            self._enter_relief(now)
+            self.relief_until = now + self.policy.relief
             words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
             raise Overloaded(words, self._drain_time(now))
         if learns:
@@ -202,10 +203,6 @@ class Scheduler:
         """Return in how many seconds the requests that wait now are done."""
         free = 0.0 if self.stepping is None else max(0.0, self.stepping.until - now)
         return max(free, self._predicted_by(1, now) - now)
-
-    def _enter_relief(self, now: float) -> None:
-        """Only predict requests with a deadline for a while: the model is overloaded."""
-        self.relief_until = now + self.policy.relief
 
     def _move(self, job: Job, state: JobState, queued: bool) -> None:
         """Change the state of a job, and the counts and the backlog that follow from it."""
@@ -313,7 +310,7 @@ class Scheduler:
             self._move(job, job.state, queued=False)
             queue.jobs.popleft()
             queue.busy, job.launched = True, now
-        self.stepping = RunningBatch(chosen, now, now + self.times.expect("step", size))
+        self.stepping = RunningBatch(chosen, size, now, now + self.times.expect("step", size))
         return chosen
 
     def _heads(self, now: float) -> Iterator[Job]:
@@ -340,7 +337,7 @@ class Scheduler:
         """End a step, whether it failed or not: its streams are free again."""
         assert self.stepping is not None
         running, self.stepping = self.stepping, None
-        self.times.observe("step", _images(running.jobs), now - running.since)
+        self.times.observe("step", running.images, now - running.since)
         for job in running.jobs:
             self.release(job.stream)
 
@@ -373,7 +370,8 @@ class Scheduler:
         for job in chosen:
             job.launched = now
         if chosen:
-            self.predicting = RunningBatch(chosen, now, now + self.times.expect("predict", _images(chosen)))
+            size = _images(chosen)
+            self.predicting = RunningBatch(chosen, size, now, now + self.times.expect("predict", size))
         return chosen, refused
 
     def _choose(self, candidates: list[Job], later: list[Job], now: float) -> tuple[list[Job], list[Job]]:
@@ -403,7 +401,7 @@ class Scheduler:
         """End a prediction, whether it failed or not."""
         assert self.predicting is not None
         running, self.predicting = self.predicting, None
-        self.times.observe("predict", _images(running.jobs), now - running.since)
+        self.times.observe("predict", running.images, now - running.since)
 
     def answer(self, job: Job) -> bool:
         """Note that a request has its answer; return False if it had one already."""
@@ -416,7 +414,7 @@ class Scheduler:
         """End a request without an answer; its images are not learned, so that a retry may be."""
         self._drop(job, "refused")
         self._move(job, JobState.DONE, queued=False)
-        self._enter_relief(now)
+        self.relief_until = now + self.policy.relief
         return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(now))
 
     def _look_again(self, job: Job, moment: float) -> None:

@@ -399,9 +399,8 @@ class Writer:
 
     async def _store(self, captured: Sequence[Captured]) -> int:
         """Store captured states in one transaction, and return how many bytes."""
-        writes = [write for _, write in captured]
         try:
-            refused = await self.runtime.run("writer", lambda: self.store.write(writes))
+            refused = await self.runtime.run("writer", partial(self.store.write, [write for _, write in captured]))
         except StoreDown as error:
             self.note_failure(error)
             raise

@@ -126,8 +126,14 @@ class SqliteStore(StreamStore):
         return None if holder == (claim.owner, claim.generation) else store.fenced(claim, *holder)
 
     def _store_blobs(self, uploads: store.Uploads) -> None:
+        files = {self._blobs.path(record.blob): write.blob for write, record in uploads.values()}
+        missing = [folder for folder in {path.parent for path in files} if not folder.is_dir()]
         try:
-            self._blobs.write({record.blob: write.blob for write, record in uploads.values()})
+            for folder in missing:
+                folder.mkdir(exist_ok=True)
+            if missing:
+                sync_folder(self._blobs.folder)
+            write_new(files)
         except OSError as error:
             self._remove_unless_named(uploads)
             names = ", ".join(map(repr, list(uploads)[:4]))
@@ -237,15 +243,6 @@ class Blobs:
         if not BLOB.fullmatch(name):
             raise StoreDamaged(f"{name[:80]!r} is not the name of a state. Restore the ledger from a backup")
         return self.folder / name[:2] / name
-
-    def write(self, blobs: Mapping[str, bytes]) -> None:
-        """Write new blobs to the disk, by name. After an error some may be there, and torn."""
-        missing = [folder for folder in {self.path(name).parent for name in blobs} if not folder.is_dir()]
-        for folder in missing:
-            folder.mkdir(exist_ok=True)
-        if missing:
-            sync_folder(self.folder)
-        write_new({self.path(name): blob for name, blob in blobs.items()})
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove blobs that the ledger no longer names. If one cannot be removed now, `sweep` does it later."""
