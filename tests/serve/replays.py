@@ -1,9 +1,21 @@
-"""A fleet on a small network, and the replay of what a stream learned: what the worker's streams are compared with."""
+"""A worker for tests: on a small network, with a store that fails or waits on demand, and the replay of a stream.
+
+The replay is what the streams of a worker are compared with.
+"""
+
+import asyncio
+import threading
 
 import tribe
 from tribe.core.state import digest
+from tribe.serve.config import Policy
+from tribe.serve.store import StoreDown
+from tribe.serve.worker import Worker
 from tribe.streams.fleet import stream_seed
 from tribe.testing import images, small_network
+
+# Nothing happens unless a test asks for it, and no request waits for a larger batch: the clock may stand still.
+POLICY = Policy(max_batch_delay=0, write_every=1000, renew=300, lease=1000, idle=1000, drain=1000)
 
 
 def new_fleet(**options):
@@ -20,3 +32,56 @@ def replay(fleet, stream, batches):
     for x in batches:
         _, state = fleet.method.step(fleet.net, state, x[None])
     return digest(state)
+
+
+def play(scenario, fleet=None, store=None, policy=POLICY, **options):
+    """Run a scenario, an async function of a worker, and return its result. The worker stops at the end."""
+
+    async def run():
+        worker = Worker(new_fleet() if fleet is None else fleet, store, policy=policy, **options)
+        await worker.start()
+        try:
+            return await scenario(worker)
+        finally:
+            if isinstance(store, Guided):
+                store.go.set()
+            await worker.stop()
+
+    return asyncio.run(run())
+
+
+def kinds(worker):
+    """The kinds of the events of a worker."""
+    return [event.kind for event in worker.log.kept]
+
+
+class Guided:
+    """A store whose calls fail or wait while a test says so."""
+
+    def __init__(self, store):
+        self.store = store
+        self.fails = set()  # names of calls that do nothing and fail; "all": every call
+        self.fails_after = set()  # those that do what they should, then fail: the caller hears of the failure only
+        self.waits, self.go, self.reached = None, threading.Event(), threading.Event()
+
+    def wait_in(self, name):
+        """From now on a call of this name waits for `go`."""
+        self.waits = name
+        self.go.clear()
+        self.reached.clear()
+
+    def __getattr__(self, name):
+        call = getattr(self.store, name)
+
+        def guided(*arguments, **options):
+            if name == self.waits:
+                self.reached.set()
+                self.go.wait()
+            if self.fails & {name, "all"}:
+                raise StoreDown("the disk is full")
+            result = call(*arguments, **options)
+            if name in self.fails_after:
+                raise StoreDown("the connection was closed")
+            return result
+
+        return guided

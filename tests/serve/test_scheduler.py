@@ -76,49 +76,11 @@ def test_a_full_batch_does_not_wait():
     assert sched.next_step(0.002) == [b, c]
 
 
-def test_one_request_of_a_stream_at_a_time_and_in_order():
-    sched = scheduler()
-    first, second, other = job("a"), job("a"), job("b")
-    offer(sched, first, second, other)
-    assert sched.next_step(0.0) == [first, other]
-    sched.step_done(0.01)
-    assert sched.next_step(0.01) == [second]
-
-
-def test_images_of_another_shape_are_stepped_in_another_batch():
-    sched = scheduler()
-    small, large = job("a"), Job("b", torch.zeros(1, 1, 3, 3), 0.0)
-    offer(sched, small, large)
-    assert sched.next_step(0.0) == [small]
-    sched.step_done(0.01)
-    assert sched.next_step(0.01) == [large]
-
-
-def test_a_batch_has_at_most_so_many_streams_and_images_and_a_large_request_runs_alone():
-    sched = scheduler(streams=3, images=8)
-    huge, *few = job("huge", size=20), *(job(f"s{i}", size=3) for i in range(5))
-    offer(sched, huge, *few)
-    sizes = []
-    for moment in range(5):
-        if batch := sched.next_step(float(moment)):
-            sizes.append([each.size for each in batch])
-            sched.step_done(moment + 0.5)
-    assert sizes == [[20], [3, 3], [3, 3], [3]]
-
-
 def test_requests_without_a_stream_are_predicted_together():
     sched = scheduler()
     jobs = offer(sched, *(job(None) for _ in range(5)))
     assert sched.next_prediction(0.0) == (list(jobs), {})
     assert sched.next_step(0.0) == []
-
-
-def test_a_prediction_holds_one_request_of_each_stream():
-    sched = scheduler()
-    a, again, b = offer(sched, *(job(name, learn=False) for name in ("a", "a", "b")))
-    assert sched.next_prediction(0.0)[0] == [a, b]
-    sched.prediction_done(0.01)
-    assert sched.next_prediction(0.01)[0] == [again]
 
 
 # -- deadlines --------------------------------------------------------------------------------------------------------
@@ -252,13 +214,6 @@ def test_the_learning_queue_is_bounded_and_drops_the_oldest():
     assert sched.dropped["full"] == 1
     assert sched.next_prediction(0.0)[0] == [a, b, c]  # all are answered
     assert sched.next_step(0.0) == [b, c]
-
-
-def test_the_learning_queue_is_bounded_in_bytes():
-    sched = scheduler(step=1.0, predict=0.0, backlog_bytes=40)
-    _, b, c = offer(sched, *(job(name, deadline=0.5) for name in "abc"))  # 16 bytes each
-    assert list(sched.backlog) == [b, c]
-    assert sched.backlog_bytes == 32
 
 
 def test_the_learning_queue_of_a_stream_holds_what_can_be_learned_in_a_second():

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from stores import KINDS, Clock, a_write, fast_folder, open_kind
+from stores import KINDS, Clock, fast_folder, open_kind
 from tribe.serve.store import Claim, ClockFell, Fenced, Stored, Write, stream_hash
 from tribe.serve.store.sqlite import BLOB, SqliteStore
 
@@ -353,37 +353,3 @@ FOUND_LATE = (ChecksTooEarly, ForgetsTheGeneration, SweepsTooMuch, SweepsNothing
 def test_the_machine_finds_a_defect(mutant):
     with pytest.raises((AssertionError, pytest.fail.Exception, ValueError, Fenced)):
         play("sqlite", examples=300, steps=30, mutant=mutant)
-
-
-# -- pauses, one after the other ---------------------------------------------------------------------------------------
-
-
-def stale_commits(kind, cycles):
-    """Pause an owner past its lease at one of three points, let another one write, and let the first one go on."""
-    folder, clock = fast_folder(), Clock()
-    try:
-        with contextlib.closing(open_kind(kind, folder, clock)()) as store:
-            stale = 0
-            for cycle in range(cycles):
-                old = store.claim("cam", f"old{cycle}", 10)
-                write = a_write(old, cycle, b"old")
-                uploads = store._upload([write])
-                if cycle % 3 == 1:
-                    store._commit(uploads)
-                clock.time += 10
-                new = store.claim("cam", f"new{cycle}", 10)
-                if cycle % 3 != 2:
-                    store.write([a_write(new, cycle, b"new %d" % cycle)])
-                before = store.read("cam")
-                refused = store._commit(uploads) if cycle % 3 != 1 else store.write([write])
-                stale += not isinstance(refused.get("cam"), Fenced) or store.read("cam") != before
-                store.release(new)
-            return stale
-    finally:
-        shutil.rmtree(folder)
-
-
-@pytest.mark.parametrize("cycles", [30, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_stale_commit_after_a_pause(kind, cycles):
-    assert stale_commits(kind, cycles) == 0

@@ -6,20 +6,16 @@ import threading
 
 import pytest
 import torch
-from replays import batch, new_fleet, replay
+from replays import POLICY, Guided, batch, kinds, new_fleet, play, replay
 
 import tribe
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotOwner, Overloaded, WrongState
-from tribe.serve.store import StoreDown
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.streams import UnknownStream, stream_seed
 from tribe.testing import small_network
-
-# Nothing happens unless a test asks for it, and nobody waits for company: the clock may stand still.
-SLOW = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000)
 
 
 class Clock:
@@ -30,20 +26,6 @@ class Clock:
 
     def __call__(self):
         return self.now
-
-
-def play(scenario, fleet=None, store=None, policy=SLOW, **options):
-    """Run a scenario, an async function of a worker, and return its result. The worker stops at the end."""
-
-    async def run():
-        worker = Worker(new_fleet() if fleet is None else fleet, store, policy=policy, **options)
-        await worker.start()
-        try:
-            return await scenario(worker)
-        finally:
-            await worker.stop()
-
-    return asyncio.run(run())
 
 
 @pytest.fixture
@@ -270,24 +252,12 @@ def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
     assert store.read("cam0").clock == 2
 
 
-class Failing:
-    """A store whose calls fail while a test says so."""
-
-    def __init__(self, store):
-        self.store, self.down = store, False
-
-    def __getattr__(self, name):
-        if self.down:
-            raise StoreDown("the disk is full")
-        return getattr(self.store, name)
-
-
 def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
-    failing, clock, fleet = Failing(store), Clock(), new_fleet()
+    failing, clock, fleet = Guided(store), Clock(), new_fleet()
 
     async def scenario(worker):
         await worker.infer("cam", batch(0))
-        failing.down = True
+        failing.fails = {"all"}
         clock.now += 1
         await worker.write_round()
         during = await worker.infer("cam", batch(1))
@@ -299,18 +269,18 @@ def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
         assert (late.adapted, worker.stream("cam")["state"]) == (False, "lag")
         source = await worker.infer("new", batch(3))  # nobody can say who owns it
         assert (source.adapted, worker.stream("new")["state"]) == (False, "unreachable")
-        failing.down = False
+        failing.fails = set()
         clock.now += 10
         await worker.write_round()
         after = await worker.infer("cam", batch(4))
         found = await worker.infer("new", batch(3))
         assert found.adapted
-        return after, [event.kind for event in worker.log.kept]
+        return after, kinds(worker)
 
-    after, kinds = play(scenario, fleet, failing, clock=clock)
+    after, seen = play(scenario, fleet, failing, clock=clock)
     assert (after.adapted, after.clock) == (True, 3)
-    assert kinds.count("store-down") == 1
-    assert kinds.count("store-up") == 1
+    assert seen.count("store-down") == 1
+    assert seen.count("store-up") == 1
     assert store.read("cam").clock == 3
 
 
@@ -610,7 +580,7 @@ def test_events_are_kept_and_given_to_listeners_until_the_worker_stops():
         return listener
 
     async def run():
-        worker = Worker(new_fleet(), policy=SLOW)
+        worker = Worker(new_fleet(), policy=POLICY)
         await worker.start()
         listener = await scenario(worker)
         await worker.stop()

@@ -1,57 +1,19 @@
 """The worker when something ends in the middle: the store fails, a client goes away, a state cannot be stored."""
 
 import asyncio
-import threading
 
 import pytest
-from replays import batch, new_fleet, replay
+from replays import POLICY, Guided, batch, kinds, new_fleet, play, replay
 from small_server import MODEL
 
 import tribe
 from tribe.io.states import StateFileError
-from tribe.serve.config import Policy
 from tribe.serve.errors import Conflict, NotStored, Overloaded, Unavailable
 from tribe.serve.protocol import InferRequest
 from tribe.serve.service import Service
-from tribe.serve.store import StoreDown
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import small_network
-
-# Nothing happens unless a test asks for it.
-POLICY = Policy(max_batch_delay=0, write_every=1000, renew=300, lease=1000, idle=1000, drain=1000)
-
-
-class Guided:
-    """A store whose calls fail or wait while a test says so."""
-
-    def __init__(self, store):
-        self.store = store
-        self.fails = set()  # names of calls that do nothing and fail
-        self.fails_after = set()  # those that do what they should, then fail: the caller hears of the failure only
-        self.waits, self.go, self.reached = None, threading.Event(), threading.Event()
-
-    def wait_in(self, name):
-        """From now on a call of this name waits for `go`."""
-        self.waits = name
-        self.go.clear()
-        self.reached.clear()
-
-    def __getattr__(self, name):
-        call = getattr(self.store, name)
-
-        def guided(*arguments, **options):
-            if name == self.waits:
-                self.reached.set()
-                self.go.wait()
-            if name in self.fails:
-                raise StoreDown("the disk is full")
-            result = call(*arguments, **options)
-            if name in self.fails_after:
-                raise StoreDown("the connection was closed")
-            return result
-
-        return guided
 
 
 @pytest.fixture
@@ -61,25 +23,6 @@ def store(tmp_path):
     yield guided
     guided.go.set()
     kept.close()
-
-
-def play(scenario, store, fleet=None, **options):
-    """Run a scenario, an async function of a worker without tasks that act by themselves. It is stopped at the end."""
-
-    async def run():
-        worker = Worker(new_fleet() if fleet is None else fleet, store, policy=POLICY, **options)
-        worker._accepting = True
-        try:
-            return await scenario(worker)
-        finally:
-            store.go.set()
-            await worker.stop()
-
-    return asyncio.run(run())
-
-
-def kinds(worker):
-    return [event.kind for event in worker.log.kept]
 
 
 async def until(event):
@@ -117,7 +60,7 @@ def test_a_stream_that_could_not_be_released_learns_again_when_the_store_answers
         assert kinds(worker) == ["opened", "store-down"]
         assert (await worker.control("end", "cam"))["state"] == "released"
 
-    play(scenario, store)
+    play(scenario, store=store)
     assert (store.read("cam").clock, store.entry("cam").owner) == (2, None)
 
 
@@ -132,7 +75,7 @@ def test_a_stream_that_was_released_although_the_store_failed_is_opened_again_an
         await worker.sessions.renew()  # says that the claim has ended
         return await worker.infer("cam", batch(2))
 
-    after = play(scenario, store)
+    after = play(scenario, store=store)
     assert (after.adapted, after.clock, after.generation) == (True, 2, 2)
 
 
@@ -152,7 +95,7 @@ def test_a_reset_that_fails_in_the_store_changes_nothing_and_nothing_is_learned_
         await worker.sessions.renew()
         return await worker.infer("cam", batch(2))
 
-    after = play(scenario, store, fleet)
+    after = play(scenario, fleet, store)
     assert (after.adapted, after.clock) == (True, 2)
     fleet.from_bytes("cam", store.read("cam").blob)
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(0), batch(2)])
@@ -171,7 +114,7 @@ def test_a_stream_that_could_not_be_deleted_is_deleted_or_goes_on_when_the_store
         await worker.sessions.renew()
         return await worker.infer("cam", batch(2))
 
-    after = play(scenario, store)
+    after = play(scenario, store=store)
     assert (after.adapted, after.clock) == (True, 2 if how == "fails" else 1)
 
 
@@ -194,7 +137,7 @@ def test_the_last_request_of_a_stream_is_answered_although_the_stream_cannot_be_
         assert (repeated.adapted, repeated.clock) == (False, 1)
         assert worker.streams() == []
 
-    play(scenario, store)
+    play(scenario, store=store)
     assert store.read("cam").requests == ("7",)
 
 
@@ -210,7 +153,7 @@ def test_a_stream_whose_end_was_cancelled_is_released_and_learns_again(store, ca
         assert store.entry("cam").owner is None
         return await worker.infer("cam", batch(1))
 
-    after = play(scenario, store)
+    after = play(scenario, store=store)
     assert (after.adapted, after.clock, after.generation) == (True, 2, 2)
 
 
@@ -225,7 +168,7 @@ def test_a_cancelled_reset_is_made_and_the_stream_is_not_lost(store, call):
         assert kinds(worker) == ["opened", "reset"]
         return after
 
-    after = play(scenario, store)
+    after = play(scenario, store=store)
     assert (after.adapted, after.clock, after.generation) == (True, 1, 2)
     assert store.read("cam").clock == 1
 
@@ -239,7 +182,7 @@ def test_what_fails_after_its_client_has_gone_is_logged(store, caplog):
         await worker.sessions.renew()
         return await worker.infer("cam", batch(1))
 
-    assert play(scenario, store).adapted
+    assert play(scenario, store=store).adapted
     assert "the store fails: the disk is full" in caplog.text
 
 
@@ -251,7 +194,7 @@ def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhile(sto
         await cancel_in(worker, "release", worker.release_idle())
         assert kinds(worker) == ["opened", "released"]
 
-    play(scenario, store)
+    play(scenario, store=store)
 
 
 @pytest.mark.parametrize("gone", ["cancelled", "late"])
@@ -280,7 +223,7 @@ def test_a_request_that_has_ended_while_its_stream_was_opened_again_does_not_wai
         assert worker.scheduler.waiting == 0
         assert not worker._is_busy(None)
 
-    play(scenario, store, clock=lambda: now[0])
+    play(scenario, store=store, clock=lambda: now[0])
 
 
 def test_a_request_whose_stream_is_being_opened_is_answered_before_the_worker_stops(store):
@@ -326,7 +269,7 @@ def test_a_state_that_cannot_be_stored_keeps_no_other_stream_from_being_stored_w
             await worker.infer(name, batch(0))
         return worker
 
-    worker = play(scenario, store, new_fleet_with_bad("a"))
+    worker = play(scenario, new_fleet_with_bad("a"), store)
     assert [store.read(name) and store.read(name).clock for name in "abc"] == [None, 1, 1]
     assert [store.entry(name).owner for name in "bc"] == [None, None]
     assert [event.stream for event in worker.log.kept if event.kind == "not-stored"] == ["a", "a"]  # tried, given up
@@ -349,7 +292,7 @@ def test_a_state_that_cannot_be_stored_keeps_no_idle_stream_from_being_released(
         with pytest.raises(Conflict, match="finite"):
             await service.control("end", "a", anyone)
 
-    play(scenario, store, new_fleet_with_bad("a"))
+    play(scenario, new_fleet_with_bad("a"), store)
 
 
 def test_a_stream_whose_state_cannot_be_stored_can_be_reset(store):
@@ -358,7 +301,7 @@ def test_a_stream_whose_state_cannot_be_stored_can_be_reset(store):
         assert (await worker.control("reset", "a"))["clock"] == 0
         assert (await worker.control("end", "a"))["state"] == "released"
 
-    play(scenario, store, new_fleet_with_bad("a"))
+    play(scenario, new_fleet_with_bad("a"), store)
     assert store.read("a").clock == 0
 
 
@@ -384,7 +327,7 @@ def test_a_step_that_is_committed_is_not_an_error_although_its_report_cannot_be_
         broken.clear()
         return [*answers, await worker.infer("a", batch(1), request_id="7")]
 
-    a, b, again = play(scenario, store, fleet)
+    a, b, again = play(scenario, fleet, store)
     assert [(answer.adapted, answer.clock) for answer in (a, b, again)] == [(True, 2), (True, 1), (False, 2)]
     fleet.from_bytes("a", store.read("a").blob)
     assert fleet.digest("a") == replay(fleet, "a", [batch(0), batch(1)])
@@ -408,7 +351,7 @@ def test_a_rollback_returns_to_the_request_ids_of_the_snapshot(store):
         await worker.control("rollback", "cam")  # what was learned since has not changed the snapshot
         return store.read("cam").requests
 
-    assert play(scenario, store, fleet) == ("r1",)
+    assert play(scenario, fleet, store) == ("r1",)
 
 
 @pytest.mark.parametrize("action", ["reset", "put_state"])
@@ -424,7 +367,7 @@ def test_a_state_that_is_replaced_begins_without_request_ids(store, action):
         assert (store.read("cam").clock, store.read("cam").requests) == (len(data), ())
         return await worker.infer("cam", batch(2), request_id="r2")
 
-    again, before = play(scenario, store, fleet), [batch(1)] if action == "put_state" else []
+    again, before = play(scenario, fleet, store), [batch(1)] if action == "put_state" else []
     assert (again.adapted, again.clock) == (True, len(before) + 1)
     assert store.read("cam").requests == ("r2",)
     fleet.from_bytes("cam", store.read("cam").blob)
@@ -445,7 +388,7 @@ def test_a_stream_that_its_owner_has_deleted_begins_without_request_ids(store):
         now[0] += 1.5  # past the staleness
         return followed, await worker.infer("cam", batch(0), request_id="r1")
 
-    followed, again = play(scenario, store, clock=lambda: now[0])
+    followed, again = play(scenario, store=store, clock=lambda: now[0])
     assert (followed.adapted, followed.clock) == (False, 1)
     assert (again.adapted, again.clock) == (True, 1)
 
@@ -468,5 +411,5 @@ def test_a_wrong_state_for_a_new_name_leaves_nothing_behind(store):
             await worker.control("put_state", "new", data=b"no state")
         return first, await worker.infer("new", batch(1))
 
-    first, second = play(scenario, store, fleet)
+    first, second = play(scenario, fleet, store)
     assert (first.generation, second.generation, second.clock) == (1, 1, 2)
