@@ -24,27 +24,27 @@ def picture(kept, stream):
 def test_a_frame_keeps_its_pixels_and_a_large_one_is_made_small():
     kept = Thumbnails(2**20)
     images = torch.rand(2, 3, 8, 8)
-    kept.update("cam", images)
+    kept.update_from("cam", images)
     assert np.array_equal(picture(kept, "cam"), (255 * images[1]).round().byte().permute(1, 2, 0).numpy())
-    kept.update("cam", torch.full((1, 1, 1080, 1920), torch.nan))
+    kept.update_from("cam", torch.full((1, 1, 1080, 1920), torch.nan))
     assert picture(kept, "cam").shape == (54, 96)
     assert max(picture(kept, "cam").shape) <= SIDE
     assert kept.get("cam").number == 2
-    kept.update("cam", torch.rand(1, 5, 8, 8))
+    kept.update_from("cam", torch.rand(1, 5, 8, 8))
     assert kept.get("cam").number == 2, "five channels cannot be shown"
 
 
 def test_the_bytes_are_bounded_and_the_oldest_frames_go_first():
     kept = Thumbnails(1000)  # five frames of 192 bytes
     for i in range(8):
-        kept.update(f"cam{i}", torch.rand(1, 3, 8, 8))
+        kept.update_from(f"cam{i}", torch.rand(1, 3, 8, 8))
         assert kept.bytes <= 1000
     assert [i for i in range(8) if kept.get(f"cam{i}") is not None] == [3, 4, 5, 6, 7]
-    kept.update("cam3", torch.rand(1, 3, 8, 8))
-    kept.update("cam8", torch.rand(1, 3, 8, 8))
+    kept.update_from("cam3", torch.rand(1, 3, 8, 8))
+    kept.update_from("cam8", torch.rand(1, 3, 8, 8))
     assert kept.get("cam4") is None
     assert kept.get("cam3") is not None
-    kept.update("large", torch.rand(1, 3, 90, 90))
+    kept.update_from("large", torch.rand(1, 3, 90, 90))
     assert kept.get("large") is None
     for i in range(9):
         kept.drop(f"cam{i}")
@@ -53,7 +53,7 @@ def test_the_bytes_are_bounded_and_the_oldest_frames_go_first():
 
 def test_none_is_kept_by_default():
     kept = Thumbnails(0)
-    kept.update("cam", torch.rand(1, 3, 8, 8))
+    kept.update_from("cam", torch.rand(1, 3, 8, 8))
     assert (kept.get("cam"), kept.bytes) == (None, 0)
 
 

@@ -65,18 +65,14 @@ class NoArguments(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a control request that takes no arguments."""
 
 
-class RollbackArguments(msgspec.Struct, forbid_unknown_fields=True):
+class RollbackArguments(NoArguments, forbid_unknown_fields=True):
     """The body of a rollback."""
 
     to: int | None = None  # the clock of a snapshot; None: the last one
 
 
 class App(Starlette):
-    """The application of a server.
-
-    Args:
-        service: the worker, and who may use it.
-    """
+    """The application of a server."""
 
     def __init__(self, service: Service) -> None:
         self.handlers = handlers = Handlers(service)
@@ -149,13 +145,7 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: Request, limit: int, seconds: float) -> AsyncIterator[bytearray]:
-        """Read a body, with or without a Content-Length, and decompress it. Its bytes count until the block ends.
-
-        Args:
-            request: the request.
-            limit: the most bytes, also after decompression.
-            seconds: until all must have arrived.
-        """
+        """Read a body of at most ``limit`` bytes, also after decompression. Its bytes count until the block ends."""
         if (length := int(request.headers.get("content-length", 0))) > limit:  # the parser of HTTP has checked it
             words = f"the body has {length:,} bytes; expected {limit:,} at most. Send fewer images at once"
             raise errors.TooLarge(words)

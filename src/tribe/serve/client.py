@@ -38,7 +38,7 @@ class Client:
 
     Args:
         url: where the server is, such as http://127.0.0.1:8000.
-        model: the name of its model; None: ask with `models`.
+        model: the name of its model.
         token: a bearer token, if the server has them.
         seconds: until a request fails.
         context: how TLS certificates are checked; None: as usual.

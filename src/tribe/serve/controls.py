@@ -145,13 +145,7 @@ class Controls:
         """Change the state of a stream to one whose clock may be earlier, and store it at once.
 
         A stored clock never falls within a generation, so the stream is stored as it is and claimed anew first.
-
-        Args:
-            session: the stream.
-            change: replaces the state in the fleet.
-            requests: ids of the last requests that the new state has learned, if there is a record of them.
-            kind: of the event.
-            words: of the event.
+        ``requests`` are the ids of the last requests that the new state has learned, if there is a record of them.
         """
         writer, name = self.sessions.writer, session.name
         if writer is not None:

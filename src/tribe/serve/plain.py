@@ -46,14 +46,7 @@ def decode_predict(
 ) -> InferRequest:
     """Return the request in a body, which is a picture, an npy array or a safetensors file.
 
-    Args:
-        body: all of it.
-        content_type: the value of the header Content-Type; empty or general: the first bytes decide.
-        query: the parameters of the URL, see `PredictQuery`.
-        model: the model that the images are for.
-        max_pixels: of a picture; a larger one is refused before it is decoded.
-        stream: the checked name of the stream.
-        id: the value of the header X-Request-Id.
+    The first bytes decide which, if ``content_type`` is empty or general.
     """
     options = protocol.convert(dict(query), PredictQuery, "the query of the URL", strict=False)
     kind = _kind(body, content_type)

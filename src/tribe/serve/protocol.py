@@ -179,14 +179,7 @@ def convert(values: Any, to: type[T], noun: str, *, strict: bool = True) -> T:
 
 
 def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_header: str | None) -> InferRequest:
-    """Return the request in the body of an HTTP request.
-
-    Args:
-        body: all of it.
-        head_size: the value of the header Inference-Header-Content-Length, if there is one.
-        model: the model that the images are for.
-        stream_header: the value of the header x-tribe-stream, if there is one.
-    """
+    """Return the request in a body; ``head_size`` is the header Inference-Header-Content-Length, if there is one."""
     size = total = len(body)
     if head_size is not None:
         size = int(head_size) if head_size.isascii() and head_size.isdecimal() and len(head_size) <= 12 else 0

@@ -2,7 +2,6 @@
 
 import io
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
@@ -37,33 +36,27 @@ class Thumbnail(NamedTuple):
         return file.getvalue()
 
 
-class Thumbnails:
+class Thumbnails(dict[str, Thumbnail]):
     """The last frames of streams, at most ``limit`` bytes: the oldest are dropped first. Used on the event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes, self._frames = limit, 0, 0
-        self._thumbnails: OrderedDict[str, Thumbnail] = OrderedDict()
 
-    def update(self, stream: str, images: Tensor) -> None:
+    def update_from(self, stream: str, images: Tensor) -> None:
         """Keep the last of some images (B, C, H, W) in [0, 1], if it can be shown: one channel or three."""
         if not self.limit or images.dim() != 4 or images.shape[1] not in (1, 3):
             return
         self.drop(stream)
-        pixels = shrink(images[-1])
         self._frames += 1
-        self._thumbnails[stream] = Thumbnail(pixels, self._frames)
-        self.bytes += pixels.nbytes
+        self[stream] = frame = Thumbnail(shrink(images[-1]), self._frames)
+        self.bytes += frame.pixels.nbytes
         while self.bytes > self.limit:
-            self.drop(next(iter(self._thumbnails)))
+            self.drop(next(iter(self)))
 
     def drop(self, stream: str) -> None:
         """Drop the frame of a stream."""
-        if (old := self._thumbnails.pop(stream, None)) is not None:
+        if (old := self.pop(stream, None)) is not None:
             self.bytes -= old.pixels.nbytes
-
-    def get(self, stream: str) -> Thumbnail | None:
-        """Return the last frame of a stream."""
-        return self._thumbnails.get(stream)
 
 
 def shrink(image: Tensor) -> NDArray[np.uint8]:
@@ -78,15 +71,7 @@ def shrink(image: Tensor) -> NDArray[np.uint8]:
 
 
 class Service:
-    """A worker, and who may use it.
-
-    Args:
-        worker: predicts, learns, and keeps streams.
-        model: the model, as clients see it.
-        access: the tokens.
-        limits: how much is accepted.
-        store: is closed after the worker has stopped.
-    """
+    """A worker, and who may use it; ``store`` is closed after the worker has stopped."""
 
     def __init__(
         self,
@@ -117,12 +102,9 @@ class Service:
                 self.store.close()
 
     async def infer(self, request: InferRequest, user: Principal, arrived: float) -> InferResult:
-        """Predict the images of a request, and let its stream learn from them.
+        """Predict the images of a request, and let its stream, which it may make, learn from them.
 
-        Args:
-            request: the request. It makes its stream if that does not exist.
-            user: who asks.
-            arrived: when, in the event loop's time; the deadline counts from here.
+        The deadline counts from ``arrived``, a time of the event loop.
         """
         if not self.ready:
             raise Unavailable("the server starts or stops; try again")
@@ -143,7 +125,7 @@ class Service:
                 words = "stream %r was not released after its last request, and stays until it is idle: %s"
                 log.warning(words, stream, error)
         elif stream is not None and self.thumbnails.limit:
-            self.thumbnails.update(stream, images)
+            self.thumbnails.update_from(stream, images)
         return result
 
     async def _admit(self, stream: str, user: Principal) -> None:

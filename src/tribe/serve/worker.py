@@ -41,7 +41,7 @@ class Worker:
     Args:
         fleet: the network and the states of its streams.
         store: holds states and claims; None: nothing is stored, and this worker owns every stream.
-        policy: how it trades latency, adaptation and safety.
+        policy: trades latency, adaptation and safety.
         owner: its name in the store, for one start of one process; None: a new one.
         model: the name of the model in metrics.
         clock: the time in seconds, as deadlines have it: that of the event loop.
