@@ -28,7 +28,7 @@ import tribe
 from tribe.data.datasets.files import mnist_test
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
-from tribe.serve.errors import Overloaded
+from tribe.serve.errors import Unavailable
 from tribe.serve.server import shorten_collections
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
@@ -104,7 +104,7 @@ async def load(worker: Worker, rate: float, seconds: float, patience: float) -> 
         try:
             answer = await worker.infer(f"cam{number % STREAMS}", next(source), deadline=sent + patience)
             outcome = "adapted" if answer.adapted else "predicted"
-        except Overloaded:
+        except Unavailable:
             outcome = "refused"
         ended.add(sent, time.monotonic() - sent, outcome)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from tribe.serve.config import Policy
-from tribe.serve.errors import Overloaded
+from tribe.serve.errors import Unavailable
 from tribe.serve.scheduler import WAITING, BatchTimes, Job, JobState, Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
@@ -138,20 +138,20 @@ def test_a_prediction_that_would_be_late_is_refused_and_says_when_to_come_back()
     sched = scheduler(step=1.0, predict=0.1)
     offer(sched, job(None, deadline=1.0))
     sched.next_prediction(0.0)
-    with pytest.raises(Overloaded, match="left") as error:
+    with pytest.raises(Unavailable, match="left") as error:
         sched.offer(job(None, deadline=0.15), 0.0)
     assert error.value.retry_after == pytest.approx(0.2)
 
 
 def test_a_deadline_that_has_passed_is_refused_at_once():
-    with pytest.raises(Overloaded, match="passed"):
+    with pytest.raises(Unavailable, match="passed"):
         scheduler().offer(job("a", 1.0, deadline=1.0), 1.0)
 
 
 def test_too_many_waiting_requests_are_refused():
     sched = scheduler(waiting=2)
     offer(sched, job("a"), job("a"))
-    with pytest.raises(Overloaded, match="wait"):
+    with pytest.raises(Unavailable, match="wait"):
         sched.offer(job("a"), 0.0)
 
 
@@ -159,7 +159,7 @@ def test_after_a_refusal_requests_with_a_deadline_are_only_predicted_for_a_while
     sched = scheduler(step=0.1, predict=0.1, relief=0.5)
     offer(sched, job(None, deadline=1.0))
     sched.next_prediction(0.0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Unavailable):
         sched.offer(job(None, deadline=0.15), 0.0)
     sched.prediction_done(0.1)
     (a,) = offer(sched, job("a", 0.1, deadline=5.0), now=0.1)
@@ -320,7 +320,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def end(self, refused):
         for each, error in refused.items():
-            assert isinstance(error, Overloaded)
+            assert isinstance(error, Unavailable)
             self.finish(each)
 
     def finish(self, each):
@@ -333,7 +333,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         each = Job(stream, torch.zeros(size, *shape), self.now, deadline, learn, id)
         try:
             self.sched.offer(each, self.now)
-        except Overloaded:
+        except Unavailable:
             assert each.state is JobState.NEW
             assert not each.queued
         else:
@@ -460,7 +460,7 @@ class Simulation:
     def arrive(self, each):
         try:
             self.sched.offer(each, self.now)
-        except Overloaded:
+        except Unavailable:
             self.outcomes[each] = "refused"
 
     def end(self, kind):

@@ -11,7 +11,7 @@ from replays import POLICY, Guided, batch, kinds, new_fleet, play, replay
 import tribe
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
-from tribe.serve.errors import NotOwner, Overloaded, WrongState
+from tribe.serve.errors import Conflict, NotOwner, Unavailable
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.streams import UnknownStream, stream_seed
@@ -114,7 +114,7 @@ def test_a_worker_that_stops_refuses_requests():
         return worker
 
     worker = play(scenario)
-    with pytest.raises(Overloaded, match="stops"):
+    with pytest.raises(Unavailable, match="stops"):
         asyncio.run(worker.infer("cam", batch(0)))
 
 
@@ -171,7 +171,7 @@ def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
             await asyncio.sleep(0)
         clock.now += 1.0
         worker.pump()
-        with pytest.raises(Overloaded, match="within"):
+        with pytest.raises(Unavailable, match="within"):
             await asked
         fleet.go.set()
         return await worker.infer("cam", batch(0), request_id="7")
@@ -482,7 +482,7 @@ def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
         await worker.infer("cam", batch(0))
 
     async def scenario(worker):
-        with pytest.raises(WrongState, match="tent") as caught:
+        with pytest.raises(Conflict, match="tent") as caught:
             await worker.infer("cam", batch(0))
         assert caught.value.status == 409
         assert not store.entry("cam").held  # others may have it

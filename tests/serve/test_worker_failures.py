@@ -8,7 +8,7 @@ from small_server import MODEL
 
 import tribe
 from tribe.io.states import StateFileError
-from tribe.serve.errors import Conflict, NotStored, Overloaded, Unavailable
+from tribe.serve.errors import Conflict, NotStored, Unavailable
 from tribe.serve.protocol import InferRequest
 from tribe.serve.service import Service
 from tribe.serve.store.sqlite import SqliteStore
@@ -49,7 +49,7 @@ def test_a_stream_that_could_not_be_released_learns_again_when_the_store_answers
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         store.fails = {"release"}
-        with pytest.raises(Overloaded, match="disk"):
+        with pytest.raises(Unavailable, match="disk"):
             await worker.control("end", "cam")
         during = await worker.infer("cam", batch(1))
         assert (during.adapted, during.clock, worker.stream("cam")["state"]) == (False, 1, "lease")
@@ -68,7 +68,7 @@ def test_a_stream_that_was_released_although_the_store_failed_is_opened_again_an
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         store.fails_after = {"release"}
-        with pytest.raises(Overloaded, match="connection"):
+        with pytest.raises(Unavailable, match="connection"):
             await worker.control("end", "cam")
         store.fails_after = set()
         assert not (await worker.infer("cam", batch(1))).adapted
@@ -87,7 +87,7 @@ def test_a_reset_that_fails_in_the_store_changes_nothing_and_nothing_is_learned_
     async def scenario(worker):
         await worker.infer("cam", batch(0))
         setattr(store, how, {call})
-        with pytest.raises(Overloaded, match="store"):
+        with pytest.raises(Unavailable, match="store"):
             await worker.control("reset", "cam")
         setattr(store, how, set())
         assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
@@ -107,7 +107,7 @@ def test_a_stream_that_could_not_be_deleted_is_deleted_or_goes_on_when_the_store
         await worker.infer("cam", batch(0))
         await worker.write_round()
         setattr(store, how, {"delete"})
-        with pytest.raises(Overloaded, match="store"):
+        with pytest.raises(Unavailable, match="store"):
             await worker.control("drop", "cam")
         setattr(store, how, set())
         assert not (await worker.infer("cam", batch(1))).adapted

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
-from tribe.serve.errors import NotOwner, NotStored, Overloaded, UnknownStream
+from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream
 from tribe.serve.runtime import StreamSession, read_reports
 from tribe.serve.sessions import Sessions, read_intact
 from tribe.serve.store import StoreDown
@@ -51,7 +51,7 @@ class Controls:
         self._drained, self._describe = drained, describe
 
     async def __call__(self, action: str, stream: str, **arguments: Any) -> Description:
-        """Do it, and return the description of the stream afterwards. If the store fails: `Overloaded`."""
+        """Do it, and return the description of the stream afterwards. If the store fails: `Unavailable`."""
         actions: dict[str, Callable[..., Coroutine[Any, Any, Description]]] = {
             **{"create": self._create, "end": self._end, "reset": self._reset, "drop": self._drop},
             **{"snapshot": self._snapshot, "rollback": self._rollback, "put_state": self._put_state},
@@ -63,7 +63,7 @@ class Controls:
         try:
             return await asyncio.shield(self.runtime.start(change))
         except StoreDown as error:
-            raise Overloaded(f"the store fails: {error}", self.policy.retry_most) from error
+            raise Unavailable(f"the store fails: {error}", self.policy.retry_most) from error
 
     async def _owned(self, stream: str) -> StreamSession:
         """Return a stream that is here or in the store, and that this worker owns; none is made."""
@@ -94,7 +94,7 @@ class Controls:
             async with asyncio.timeout(self.policy.drain):
                 await self._drained(stream)
         except TimeoutError:
-            raise Overloaded(f"stream {stream!r} still learns what waits", self.policy.drain) from None
+            raise Unavailable(f"stream {stream!r} still learns what waits", self.policy.drain) from None
         await self.sessions.release(session)
         if stream in self.sessions.by_name:  # without a store it stays; or a request has come meanwhile
             return self._describe(stream)

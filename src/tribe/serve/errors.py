@@ -98,23 +98,9 @@ class Unavailable(ServeError):
         self.headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
 
 
-class Overloaded(Unavailable):
-    """The worker cannot answer in time."""
-
-
-class WrongState(Conflict):
-    """The stored state of the stream belongs to another model or method."""
-
-
 class NotOwner(Conflict):
     """Another worker owns the stream, so this one cannot change it."""
 
 
 class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
-
-
-ERRORS: tuple[type[ServeError], ...] = (
-    *(BadRequest, BadInput, NoToken, Forbidden, NotFound, WrongMethod, TooSlow, Conflict, TooLarge, WrongType),
-    *(TooMany, Unavailable, ServeError),
-)

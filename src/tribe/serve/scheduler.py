@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor
 
 from tribe.serve.config import Policy
-from tribe.serve.errors import Overloaded
+from tribe.serve.errors import Unavailable
 
 Kind = Literal["step", "predict"]
 NEWEST = 1 / 8  # share of the newest time in a mean, and twice that in a deviation: as TCP estimates round trips
@@ -123,7 +123,7 @@ class BatchTimes:
         return max(1.0, size / nearest) * (mean + SPREAD * deviation)
 
 
-Refused = dict[Job, Overloaded]  # requests that get no answer, and why
+Refused = dict[Job, Unavailable]  # requests that get no answer, and why
 
 
 class Scheduler:
@@ -154,14 +154,14 @@ class Scheduler:
         """Accept a request, to be stepped, predicted or both.
 
         Raises:
-            Overloaded: the request is refused.
+            Unavailable: the request is refused.
         """
         if job.deadline <= now:
-            raise Overloaded("the deadline has passed already", self._drain_time(now))
+            raise Unavailable("the deadline has passed already", self._drain_time(now))
         if self.waiting >= self.policy.waiting:
             self.relief_until = now + self.policy.relief
             words = f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}"
-            raise Overloaded(words, self._drain_time(now))
+            raise Unavailable(words, self._drain_time(now))
         learns = job.stream is not None and job.learn
         predicts = not learns
         if learns and job.deadline < math.inf:
@@ -175,7 +175,7 @@ class Scheduler:
         if predicts and busy and (done := self._predicted_by(job.size, now)) > job.deadline:
             self.relief_until = now + self.policy.relief
             words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
-            raise Overloaded(words, self._drain_time(now))
+            raise Unavailable(words, self._drain_time(now))
         if learns:
             idle = self.stepping is None and not self._awaiting and not self.backlog
             job.launch_by = now if idle else now + self.policy.max_batch_delay
@@ -410,12 +410,12 @@ class Scheduler:
         self._move(job, JobState.DONE, job.queued)
         return True
 
-    def _refuse(self, job: Job, now: float) -> Overloaded:
+    def _refuse(self, job: Job, now: float) -> Unavailable:
         """End a request without an answer; its images are not learned, so that a retry may be."""
         self._drop(job, "refused")
         self._move(job, JobState.DONE, queued=False)
         self.relief_until = now + self.policy.relief
-        return Overloaded(f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(now))
+        return Unavailable(f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(now))
 
     def _look_again(self, job: Job, moment: float) -> None:
         if len(self._moments) > 64 + 4 * self.waiting:  # answered long before their deadline: release the images

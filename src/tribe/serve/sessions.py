@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
-from tribe.serve.errors import NotOwner, NotStored, UnknownStream, WrongState
+from tribe.serve.errors import Conflict, NotOwner, NotStored, UnknownStream
 from tribe.serve.runtime import Mark, Runtime, StreamSession, read_reports
 from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
 from tribe.streams import Fleet
@@ -155,7 +155,7 @@ class Sessions:
             except StateFileError as error:
                 if claim is not None and self.store is not None:
                     await self.runtime.run("claims", partial(self.store.release, claim))
-                raise WrongState(
+                raise Conflict(
                     f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and "
                     "method it was stored with, or delete the stream"
                 ) from error

@@ -21,7 +21,7 @@ from tribe.health import Event
 from tribe.methods.pipeline import Pipeline
 from tribe.serve.config import Policy
 from tribe.serve.controls import Controls
-from tribe.serve.errors import Overloaded, UnknownStream
+from tribe.serve.errors import Unavailable, UnknownStream
 from tribe.serve.protocol import InferResult
 from tribe.serve.runtime import Runtime, StreamSession, read_reports
 from tribe.serve.scheduler import Job
@@ -100,7 +100,7 @@ class Worker:
                 await self.drained()
         self._stopped = True
         for job in self.scheduler.abandon():
-            _refuse(job, Overloaded("the server stops", 1.0))
+            _refuse(job, Unavailable("the server stops", 1.0))
         self._advance()  # an action may wait for the abandoned requests
         for task in self._chores:
             task.cancel()
@@ -153,11 +153,11 @@ class Worker:
             stream: its name; None: the source model predicts. An unknown name makes a new stream.
             images: floating point in [0, 1].
             request_id: a second request of the stream with the same id is predicted and does not learn.
-            deadline: a time of the event loop; `Overloaded` is raised if the answer cannot be there by then.
+            deadline: a time of the event loop; `Unavailable` is raised if the answer cannot be there by then.
             learn: False: only predict.
         """
         if not self._accepting:
-            raise Overloaded("the server stops, or has not started", 1.0)
+            raise Unavailable("the server stops, or has not started", 1.0)
         now = self.clock()
         if deadline is None:
             deadline = math.inf if self.policy.deadline is None else now + self.policy.deadline
@@ -169,7 +169,7 @@ class Worker:
             if self.scheduler.answer(job):
                 self.metrics.requests["canceled"].inc()
             raise
-        except Overloaded:
+        except Unavailable:
             self.metrics.requests["refused"].inc()
             raise
         except Exception:
@@ -187,7 +187,7 @@ class Worker:
                     async with asyncio.timeout(left):
                         session = await self.sessions.open(check_stream_name(job.stream))
                 except TimeoutError:
-                    raise Overloaded("the stream could not be opened in time", 1.0) from None
+                    raise Unavailable("the stream could not be opened in time", 1.0) from None
                 if job.reply.done():
                     return  # refused or cancelled meanwhile
             session.images += job.size
@@ -196,7 +196,7 @@ class Worker:
             repeated = id is not None and (id in session.recent or self.scheduler.will_learn(session.name, id))
             job.learn = job.learn and not repeated and self.sessions.blocked(session.name) is None
         if self._stopped:
-            raise Overloaded("the server stops", 1.0)
+            raise Unavailable("the server stops", 1.0)
         self.scheduler.offer(job, self.clock())
         self.pump()
 
@@ -279,7 +279,7 @@ class Worker:
         if not isinstance(outcome, InferResult):
             _refuse(job, outcome)
         elif now > job.deadline:
-            _refuse(job, Overloaded(f"the answer was {now - job.deadline:.3f} s late", now - job.arrived))
+            _refuse(job, Unavailable(f"the answer was {now - job.deadline:.3f} s late", now - job.arrived))
         else:
             session = self.sessions.by_name.get(job.stream) if job.stream is not None else None
             if session is not None:
