@@ -1,16 +1,14 @@
 """Guarded and watched streams over the wire: health in answers and descriptions, alarms as events and in metrics."""
 
-import asyncio
 import logging
 
 import numpy as np
 import pytest
 import torch
-from replays import new_fleet
+from replays import new_fleet, play
 
 from tribe.serve import Client, Server
 from tribe.serve.store.sqlite import SqliteStore
-from tribe.serve.worker import Worker
 from tribe.testing import small_network
 from watching import calibration_of, pictures
 
@@ -21,30 +19,25 @@ def seen(number):
     return pictures(1, 16, number)[0]
 
 
-async def play(worker, batches):
+async def feed(worker, batches):
     return [await worker.infer("gate", x) for x in batches]
 
 
 def run(scenario, fleet, store=None):
-    """Run a scenario with a worker that starts before it and stops after it."""
+    """Run a scenario, and return its result and the events."""
 
-    async def main():
-        worker = Worker(fleet, store)
-        await worker.start()
-        result = await scenario(worker)
-        kept = list(worker.log.kept)
-        await worker.stop()
-        return result, kept
+    async def observed(worker):
+        return await scenario(worker), list(worker.log.kept)
 
-    return asyncio.run(main())
+    return play(observed, fleet, store)
 
 
 def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):
     async def scenario(worker):
-        answers = await play(worker, [seen(0), *[BLACK] * 4])
+        answers = await feed(worker, [seen(0), *[BLACK] * 4])
         known, metrics = worker.stream("gate"), worker.metrics_text(streams=True)
         predicted = await worker.infer("gate", seen(0), learn=False)
-        await play(worker, [seen(number) for number in range(1, 8)])
+        await feed(worker, [seen(number) for number in range(1, 8)])
         return answers, known, metrics, predicted, worker.stream("gate")
 
     with caplog.at_level(logging.INFO):
@@ -90,9 +83,9 @@ def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
     fleet.report_many = report_many
 
     async def scenario(worker):
-        await play(worker, [seen(0)])
+        await feed(worker, [seen(0)])
         returned["gate"] = 1
-        await play(worker, [seen(1), seen(2)])
+        await feed(worker, [seen(1), seen(2)])
         return worker.metrics_text()
 
     metrics, events = run(scenario, fleet)
@@ -102,12 +95,12 @@ def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
 
 def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_path):
     store = SqliteStore(tmp_path)
-    run(lambda worker: play(worker, [seen(0), *[BLACK] * 4]), new_fleet(guard=True), store)
+    run(lambda worker: feed(worker, [seen(0), *[BLACK] * 4]), new_fleet(guard=True), store)
 
     async def scenario(worker):
         await worker.control("create", "gate")
         before = worker.stream("gate")
-        await play(worker, [BLACK])
+        await feed(worker, [BLACK])
         return before
 
     known, events = run(scenario, new_fleet(guard=True), store)
@@ -119,7 +112,7 @@ def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_pat
 
 def test_a_stream_without_a_guard_says_nothing_of_health():
     async def scenario(worker):
-        (answer,) = await play(worker, [seen(0)])
+        (answer,) = await feed(worker, [seen(0)])
         return answer.health, worker.stream("gate"), worker.metrics_text(streams=True)
 
     (health, known, metrics), _ = run(scenario, new_fleet())

@@ -30,18 +30,12 @@ CONFIG = (ROOT / "deploy/haproxy.cfg").read_text()
 POLICY = "lease=1.0, renew=0.2, margin=0.3, write_every=0.05, staleness=0.1, retry=0.05"
 WORKER = f"""
 import sys
-import tribe
+from tribe.serve import Server
 from tribe.serve.config import Policy
-from tribe.serve.protocol import ModelInfo
-from tribe.serve.server import Listener
-from tribe.serve.service import Service
-from tribe.serve.store.sqlite import SqliteStore
-from tribe.serve.worker import Worker
-from tribe.testing import CLASSES, small_network
+from tribe.testing import small_network
 
-worker = Worker(tribe.fleet(small_network(), h0=2.0, exact=True), SqliteStore(sys.argv[1]), policy=Policy({POLICY}))
-model = ModelInfo("small", (3, 8, 8), CLASSES, method="tribe")
-server = Listener(Service(worker, model), port=int(sys.argv[2]))
+options = {{"h0": 2.0, "exact": True, "policy": Policy({POLICY})}}
+server = Server(small_network(), name="small", data=sys.argv[1], shape=(3, 8, 8), port=int(sys.argv[2]), **options)
 server.run(lambda: print("listens", flush=True))
 """
 STREAMS = [f"cam{i}" for i in range(6)]

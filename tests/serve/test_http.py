@@ -14,11 +14,9 @@ import torch
 from http_calls import IMAGES, exchange, head, infer, picture, refused, status, web
 from small_server import listening, small_fleet
 
-import tribe
 from tribe.serve.client import Client, ClientError
 from tribe.serve.config import Limits
 from tribe.serve.plain import encode_npy
-from tribe.testing import small_network
 
 # -- what works --------------------------------------------------------------------------------------------------------
 
@@ -180,21 +178,6 @@ def test_images_that_are_not_finite_harm_no_stream(server):
     wanted = small_fleet()({"nan": torch.from_numpy(IMAGES)})["nan"].numpy()
     with Client(server.url, "small") as client:
         assert np.array_equal(client.predict("nan", IMAGES), wanted)
-
-
-def test_a_state_of_another_model_changes_nothing(server, tmp_path):
-    layers = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(144, 4)
-    tribe.adapt(torch.nn.Sequential(*layers)).save(tmp_path / "other.safetensors")
-    with Client(server.url, "small") as client:
-        client.predict("kept", IMAGES)
-        (tmp_path / "before.safetensors").write_bytes(before := client.get_state("kept"))
-        for wrong in ((tmp_path / "other.safetensors").read_bytes(), b"nonsense", before[:-10]):
-            with pytest.raises(ClientError) as caught:
-                client.put_state("kept", wrong)
-            assert caught.value.status == 409
-        (tmp_path / "after.safetensors").write_bytes(client.get_state("kept"))
-    kept = [tribe.load(tmp_path / f"{name}.safetensors", small_network()) for name in ("before", "after")]
-    assert kept[0].digest() == kept[1].digest()
 
 
 def test_a_deadline_that_cannot_be_met(server):

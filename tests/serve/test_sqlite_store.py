@@ -113,20 +113,13 @@ def test_what_killed_writers_left_is_removed(written, clock):
     clock.time += 10
     written.release(written.claim("cam", "c", 10))  # generation 3
     assert len(blobs(written)) == 3
+    name = written._blobs.path(f"{hash_of_cam}-1-9-{'0' * 16}.state")
+    name.write_bytes(b"left after the claim")
     written.close()
     SqliteStore(written.folder).close()
+    assert not name.exists()
     assert len(blobs(written)) == 3
     assert (written.folder / "blobs" / "notes.txt").exists()
-
-
-def test_opening_removes_what_killed_writers_left(written, clock):
-    name = written._blobs.path(f"{blobs(written)[0].name[:32]}-1-9-{'0' * 16}.state")
-    clock.time += 10
-    written.claim("cam", "b", 10)
-    name.write_bytes(b"left after the claim")
-    SqliteStore(written.folder, now=clock).close()
-    assert not name.exists()
-    assert len(blobs(written)) == 2
 
 
 def test_a_reader_never_meets_a_half_written_state(store):

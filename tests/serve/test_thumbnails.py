@@ -51,12 +51,6 @@ def test_the_bytes_are_bounded_and_the_oldest_frames_go_first():
     assert kept.bytes == 0
 
 
-def test_none_is_kept_by_default():
-    kept = Thumbnails(0)
-    kept.update_from("cam", torch.rand(1, 3, 8, 8))
-    assert (kept.get("cam"), kept.bytes) == (None, 0)
-
-
 @pytest.fixture(scope="module")
 def showing():
     tokens = [

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from replays import POLICY, Guided, batch, kinds, new_fleet, play, replay
+from replays import Guided, batch, kinds, new_fleet, play, replay
 
 import tribe
 from tribe.io.states import StateFileError
@@ -566,24 +566,3 @@ def test_metrics_are_what_prometheus_reads(store):
     assert samples["tribe_fenced_writes_total", *common] == 0
     assert samples["tribe_streams", "1", "digits", "learning"] == 1
     assert samples["tribe_stream_clock", "1", "cam:1", "digits"] == 1
-
-
-def test_events_are_kept_and_given_to_listeners_until_the_worker_stops():
-    async def listen(worker):
-        return [event.kind async for event in worker.log.listen()]
-
-    async def scenario(worker):
-        await worker.infer("a", batch(0))
-        listener = asyncio.create_task(listen(worker))
-        await worker.control("freeze", "a")
-        await asyncio.sleep(0)
-        return listener
-
-    async def run():
-        worker = Worker(new_fleet(), policy=POLICY)
-        await worker.start()
-        listener = await scenario(worker)
-        await worker.stop()
-        return await listener
-
-    assert asyncio.run(run()) == ["opened", "frozen"]
