@@ -41,17 +41,14 @@ def watch(output, source=None, distance=None, known=None, reference=None, size=S
     """Feed predictions (S, N, K) in batches: all events, and the last state."""
     streams, count = output.shape[:2]
     state, seen, events = ALARMS.init(streams, CLASSES), None, []
+    valid = torch.ones(streams, count, dtype=torch.bool) if valid is None else valid
+    distance = torch.zeros(streams, count) if distance is None else distance
     for i in range(0, count, size):
-        part = slice(i, min(i + size, count))
-        marks = torch.ones(streams, part.stop - i, dtype=torch.bool) if valid is None else valid[:, part]
+        x, marks, moved, said, asked = (
+            t if t is None else t[:, i : i + size] for t in (output, valid, distance, source, known)
+        )
         sound = Verdict(*[torch.zeros_like(marks)] * 7)
-        moved = torch.zeros(streams) if distance is None else distance[:, part.stop - 1]
-        state = ALARMS.observe(
-            state, sound, output[:, part], marks, moved,
-            source=None if source is None else source[:, part],
-            known=None if known is None else known[:, part],
-            reference=reference,
-        )  # fmt: skip
+        state = ALARMS.observe(state, sound, x, marks, moved[:, -1], source=said, known=asked, reference=reference)
         new, seen = read_alarms(state, seen)
         events += new
     return events, state

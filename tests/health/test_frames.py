@@ -147,21 +147,12 @@ def same(a, b):
     return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
 
 
-def test_batches_of_any_size_give_the_same_verdict_and_the_same_runs():
+@pytest.mark.parametrize("size", [1, 7])
+def test_streams_together_in_one_batch_equal_streams_alone_in_batches_of_any_size(size):
     x = mixture()
-    whole, end = play(x)
-    for size in (1, 7):
-        parts, state = play(x, size=size)
-        assert same(whole, parts)
-        assert same(end[3:], state[3:])
-        torch.testing.assert_close(end[:3], state[:3])
-
-
-def test_streams_together_equal_streams_alone():
-    x = mixture()
-    together, end = play(x, size=8)
+    together, end = play(x)
     for i in range(3):
-        alone, state = play(x[i : i + 1], size=8)
+        alone, state = play(x[i : i + 1], size=size)
         assert same(Verdict(*(t[i : i + 1] for t in together)), alone)
         torch.testing.assert_close(stream(end, i, 3), state)
 

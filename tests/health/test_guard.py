@@ -53,11 +53,8 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
         ({"lean_single": 0.1}, "lean_single"),
         ({"lean_most": 1.5}, "lean_most"),
         ({"speed": 0}, "speed"),
-        ({"lean_batch": 2}, "lean_batch"),
-        ({"pull": -0.1}, "pull"),
         ({"skip": 1}, "skip"),
         ({**OFF, "skip": False}, "can never act"),
-        ({"good_every": 0}, "good_every"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_in_words(fields, words):

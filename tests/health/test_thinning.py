@@ -79,16 +79,9 @@ def test_a_history_larger_than_its_limit_is_refused_with_one_that_fits(policy, a
     tribe.History(keep=8, megabytes=9).check_memory(state(2**18))
 
 
-WRONG = {
-    "every": (0, 1.5, True),
-    "seconds": (0, -1, float("inf"), "1h"),
-    "keep": (1, 2.0, None),
-    "megabytes": (0, None, float("nan")),
-    "clock": (3,),
-}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [("every", 0), ("seconds", "1h"), ("keep", 1), ("keep", None), ("megabytes", 0), ("clock", 3)]
+)
 def test_a_policy_says_what_its_fields_are(name, value):
     with pytest.raises(ValueError, match=name):
         tribe.History(**{name: value})

@@ -6,7 +6,6 @@ from torch import nn
 
 import tribe
 from tribe.core.state import digest
-from tribe.filters.cofa import Cofa
 from tribe.filters.markov import Markov
 from tribe.testing import labels_in_bursts, predictions
 
@@ -132,20 +131,6 @@ def test_a_layer_that_was_wrongly_taken_to_classify_is_named(rule):
 # -- life cycle --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [Markov(within="batch"), Cofa()], ids=["time", "cofa"])
-def test_it_is_saved_and_resumes_bit_for_bit(rule, tmp_path):
-    x, _ = camera(streams=2, images=160)
-    whole, half = (tribe.adapt(reader(), "tribe", time=rule, streams=2) for _ in range(2))
-    wanted = answer(whole, x)
-    answer(half, x[:, :80])
-    half.save(tmp_path / "half")
-    resumed = tribe.load(tmp_path / "half", reader())
-    assert resumed.method == half.method
-    assert resumed.time == half.time
-    assert torch.equal(answer(resumed, x[:, 80:]), wanted[:, 80:])
-    assert resumed.digest() == whole.digest()
-
-
 def test_a_frozen_adapter_goes_on_filtering():
     (x,), (labels,) = camera(images=240)
     adapter = tribe.adapt(reader(), "tribe", time="auto")
@@ -178,14 +163,6 @@ def test_predict_answers_as_the_next_call_and_changes_nothing(frozen):
     assert adapter.time == report
     assert torch.equal(adapter(x[100:]), predicted)
     assert adapter.digest() != before
-
-
-def test_a_filter_follows_its_adapter_to_another_precision():
-    (x,), _ = camera(images=60)
-    adapter = tribe.adapt(reader(), "source", time="auto").double()
-    assert answer(adapter, x.double()).dtype == torch.float64
-    assert adapter.state.filter.belief.dtype == torch.float64
-    assert adapter.half().state.filter.belief.dtype == torch.float32
 
 
 # -- order -------------------------------------------------------------------------------------------------------------
