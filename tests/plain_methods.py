@@ -232,22 +232,6 @@ def delta(net, xs, *, alpha, lambda_, loss, optimiser):
     return outputs, layers, z
 
 
-class UniformMemory:
-    """SoTTA's HUS: positions of images by class; ``lot`` in [0, 1) is the draw of an arrival."""
-
-    def __init__(self, size, classes):
-        self.size, self.items = size, [[] for _ in range(classes)]
-
-    def add(self, position, label, lot):
-        counts = [len(items) for items in self.items]
-        if sum(counts) == self.size:
-            largest = [k for k, count in enumerate(counts) if count == max(counts)]
-            losers = sorted(item for k in ([label] if label in largest else largest) for item in self.items[k])
-            leaver = losers[int(lot * len(losers))]
-            self.items = [[item for item in items if item != leaver] for items in self.items]
-        self.items[label].append(position)
-
-
 def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
     """SoTTA (NeurIPS 2023), an image at a time; ``lots`` are the draws of the confident ones, in order.
 
@@ -270,9 +254,9 @@ def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
         with torch.no_grad():
             z = module(image[None])[0]
         outputs.append(z)
-        bank = bank or UniformMemory(size, len(z))
+        bank = bank or reference.ReservoirMemory(size, len(z))
         if float(z.softmax(0).max()) >= c_0:
-            bank.add(position, int(z.argmax()), next(lots))
+            bank.add(position, int(z.argmax()), 0.0, next(lots))  # a coin of 0: every newcomer is held
         if (position + 1) % every == 0 and any(bank.items):
             module.train()
             descend()
