@@ -238,7 +238,7 @@ def test_what_parameters_do_to_statistics_is_no_change_of_the_world():
     health = guarded.guard.health(net, guarded.method, first._replace(method=changed))[0]
     assert health.followed == pytest.approx(1, abs=1e-3)
     alone = ready("selftrain/robust-bn+guard", lean_half=0.1)
-    assert alone.anchored(net, alone.init(net)) is None
+    assert alone.method.anchored(net, alone.init(net).method) is None
 
 
 def test_a_guard_that_is_not_fitted_does_not_lean():

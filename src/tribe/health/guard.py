@@ -106,9 +106,7 @@ class Watch:
 
     def recast(self, net: Backbone, method: Method, state: GuardState) -> GuardState:
         """Return a state that was cast with the network: sums are float64 on every network, all else is float32."""
-        watch = copy_like(state.watch, self.watcher(net, method).init(net, len(state.held)))
-        good = state.good if isinstance(state.good, EmptyState) else method.recast(net, state.good)
-        return state._replace(watch=watch, good=good)
+        return state._replace(watch=copy_like(state.watch, self.watcher(net, method).init(net, len(state.held))))
 
     def step(
         self,

@@ -4,7 +4,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tribe.core.augment import View, check_view
 from tribe.core.backbone import DENSE, NO_AFFINE, Backbone, Output
 from tribe.core.rng import Key
 from tribe.core.state import Affine, Info, Stats, streams_of
-from tribe.fields import check_fields
+from tribe.fields import Range, check_fields
 from tribe.knowledge import Knowledge, resolve_knowledge
 from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, mask_logits, screen
 from tribe.norms import Norm
@@ -61,7 +61,7 @@ class Method(ABC):
     It never sees a label. Streams are independent: S streams in one call equal S calls with one stream.
     """
 
-    classes: int | None = None  # K; every method accepts it, also one that does not use it
+    classes: Annotated[int, Range(low=2)] | None = None  # K; every method accepts it, also one that does not use it
 
     # What every method declares.
     name: ClassVar[str]  # set by @register
@@ -108,8 +108,6 @@ class Method(ABC):
                 check_view(getattr(self, field.name))
         if self.classes is None and self.per_class is not None:
             raise ValueError(f"{self.name} keeps {self.per_class} and needs the number of classes: classes=")
-        if self.classes is not None and self.classes < 2:
-            raise ValueError(f"classes is the number of classes, at least 2; got {self.classes!r}")
         for name, value in self.defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -172,10 +170,6 @@ class Method(ABC):
         """Predict a batch without learning, by a pass of `deployed`; an override declares `not_exportable_because`."""
         logits: Tensor = batch.deploy(net, state).logits(net, batch.x, batch.valid)
         return logits
-
-    def recast(self, net: Backbone, state: Any) -> Any:
-        """Return a state that was cast with the network, where parts of it keep a precision of their own."""
-        return state
 
     def anchored(self, net: Backbone, state: Any) -> Stats | None:
         """Return the stream's statistics under the source's parameters, (S, 1, C); None if the method keeps none.

@@ -19,7 +19,7 @@ from tribe.core.rng import Key
 from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import Info
 from tribe.core.validation import wrong_count
-from tribe.filters import FilterInfo, TimeFilter
+from tribe.filters import TimeFilter
 from tribe.methods.method import Deployed, Method
 from tribe.registry import Registry
 
@@ -176,19 +176,6 @@ class Pipeline:
             return self.method.deployed(net, state)
         leaning: Deployed = self.guard.lean(net, self.method, state)
         return leaning
-
-    def anchored(self, net: Backbone, state: PipelineState) -> Any:
-        """Return the method's statistics under the source's parameters."""
-        return self.method.anchored(net, state.method)
-
-    def recast(self, net: Backbone, state: PipelineState) -> PipelineState:
-        """Return a state that was cast with the network, with the precision that each part needs."""
-        guard = state.guard if self.guard is None else self.guard.recast(net, self.method, state.guard)
-        return PipelineState(self.method.recast(net, state.method), guard, state.filter)
-
-    def filter_info(self, state: PipelineState) -> list[FilterInfo] | None:
-        """Report what the filter does for each stream; None without a filter, or if it has nothing to report."""
-        return None if self.filter is None else self.filter.info(state.filter)
 
     def filter_output(self, net: Backbone, state: Any, output: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         """Filter what the method returned, (S, B, K), with a state of the filter: answers, and its next state."""

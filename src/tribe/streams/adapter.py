@@ -24,7 +24,7 @@ from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, RolledBack, Snapshot
 from tribe.health.report import Event, Health, Listener, StreamInfo
 from tribe.io import states
-from tribe.methods import AnyMethod
+from tribe.methods import AnyMethod, Pipeline
 from tribe.methods.building import backbone_for, build_method
 from tribe.methods.encoding import method_from_file
 from tribe.streams.batching import Arrived
@@ -385,7 +385,10 @@ class Adapter(NetworkInterface):
         with self._core.lock:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             self._core.use(self.net)
-            self._core.move_state(NAME, self.method.recast(self.net, self.state))
+            state, pipeline = self.state, Pipeline.of(self.method)
+            if pipeline.guard is not None:
+                state = state._replace(guard=pipeline.guard.recast(self.net, pipeline.method, state.guard))
+            self._core.move_state(NAME, state)
             return self
 
     def extra_repr(self) -> str:
