@@ -241,7 +241,7 @@ def test_free_places_hold_zeros_and_say_so(kind: str) -> None:
     held = play(kind, draw(8, length=5, invalid=0.0, classes=8), 16, 8)
     taken = int(held.held)
     assert 0 < taken <= 5
-    assert held.filled[0].tolist() == [True] * taken + [False] * (16 - taken)
+    assert memory.filled(held)[0].tolist() == [True] * taken + [False] * (16 - taken)
     assert not held.image[0, taken:].any()
     assert not held.label[0, taken:].any()
 

@@ -11,7 +11,7 @@ import torch
 
 from tribe import testing
 from tribe.core.losses import entropy
-from tribe.core.memory import images
+from tribe.core.memory import filled, images
 from tribe.core.optim import Adam, adam_step
 from tribe.core.rng import Key
 from tribe.core.rules import PerBatch
@@ -528,7 +528,7 @@ class FreePlacesTeach(Note):
     def update(self, net, state, shape, due):
         with torch.enable_grad():
             affine = state.affine.leaf()
-            seen, counts = images(state.memory, shape), state.memory.filled & due.unsqueeze(1)
+            seen, counts = images(state.memory, shape), filled(state.memory) & due.unsqueeze(1)
             logits, _, stats = net(seen, affine, state.stats, self._norm(observing=True), valid=counts)
             grads = Affine(*torch.autograd.grad(entropy(logits).mean(1).sum(), affine))
         moved, moments = adam_step(state.affine, grads, state.adam, self.lr)

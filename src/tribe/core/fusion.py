@@ -28,7 +28,7 @@ from tribe.core import convolution, kernels
 from tribe.core.kernels import Switch
 from tribe.core.moments import Epilogue, accumulation_dtype
 from tribe.core.slots import Pass, Slot, SlotHook, StatisticsSlot, full_precision, set_current_pass
-from tribe.core.state import tree_map
+from tribe.core.state import flatten, tree_map
 
 RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 ADD = (torch.add, Tensor.add, Tensor.add_)  # the operators + and += call them
@@ -324,11 +324,7 @@ def _reads_metadata_only(func: Any) -> bool:
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [t for item in value for t in tensors_in(item)]
-    return tensors_in(list(value.values())) if isinstance(value, dict) else []
+    return [t for t in flatten(value) if isinstance(t, Tensor)]
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------

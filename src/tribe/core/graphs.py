@@ -27,7 +27,7 @@ from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.core.precision import deterministic
-from tribe.core.state import clone, copy_missing, leaves
+from tribe.core.state import clone, copy_missing, flatten, leaves
 
 T = TypeVar("T")
 Work = Callable[[], None]
@@ -298,15 +298,6 @@ def run_segments_with(runner: SegmentRunner) -> Iterator[None]:
         yield
     finally:
         _segment_runner.reset(token)
-
-
-def flatten(value: Any) -> Iterator[Any]:
-    """Yield the tensors and plain values in nested tuples, in order."""
-    if isinstance(value, tuple):
-        for item in value:
-            yield from flatten(item)
-    else:
-        yield value
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], value: T) -> T:

@@ -45,11 +45,6 @@ class Timely(NamedTuple):
     shape: Tensor  # (S,) int64, a number that stands for the images' shape
 
     @property
-    def filled(self) -> Tensor:
-        """Return which places are taken: (S, M)."""
-        return _filled(self)
-
-    @property
     def age(self) -> Tensor:
         """Return the number of arrivals since that of each image, itself included: (S, M)."""
         return self.arrivals.unsqueeze(1) - self.arrival
@@ -64,11 +59,6 @@ class Reservoir(NamedTuple):
     held: Tensor  # (S,) int64, places taken
     arrivals: Tensor  # (S,) int64, so far
     shape: Tensor  # (S,) int64, a number that stands for the images' shape
-
-    @property
-    def filled(self) -> Tensor:
-        """Return which places are taken: (S, M)."""
-        return _filled(self)
 
 
 Memory = TypeVar("Memory", Timely, Reservoir)
@@ -117,11 +107,16 @@ def fit(memory: Memory, x: Tensor) -> Memory:
     return memory._replace(held=held, shape=torch.full_like(memory.shape, number))
 
 
+def filled(memory: Timely | Reservoir) -> Tensor:
+    """Return which places are taken: (S, M)."""
+    return torch.arange(memory.label.shape[1], device=memory.held.device) < memory.held.unsqueeze(1)
+
+
 def images(memory: Memory, shape: tuple[int, ...]) -> Tensor:
     """Return the images (S, M, *shape). A free place has a copy of the first image, which is finite in every layer."""
     streams, size, _ = memory.image.shape
     values = memory.image[..., : math.prod(shape)]
-    return torch.where(memory.filled.unsqueeze(-1), values, values[:, :1]).reshape(streams, size, *shape)
+    return torch.where(filled(memory).unsqueeze(-1), values, values[:, :1]).reshape(streams, size, *shape)
 
 
 def hold(memory: Memory, newcomers: Mapping[str, Tensor], turnover: Turnover, valid: Tensor, passed: Tensor) -> Memory:
@@ -304,16 +299,12 @@ class _Entries(NamedTuple):
 def _entries(memory: Timely | Reservoir, labels: Tensor, valid: Tensor) -> _Entries:
     label = _host(torch.cat((memory.label, labels), 1))  # (S, N)
     same = label[:, :, None] == label[:, None, :]
-    return _Entries(same, _host(_filled(memory)), _host(valid), np.arange(len(label)))
+    return _Entries(same, _host(filled(memory)), _host(valid), np.arange(len(label)))
 
 
 def _host(t: Tensor) -> Array:
     array: Array = t.cpu().numpy()
     return array
-
-
-def _filled(memory: Timely | Reservoir) -> Tensor:
-    return torch.arange(memory.label.shape[1], device=memory.held.device) < memory.held.unsqueeze(1)
 
 
 def _places(

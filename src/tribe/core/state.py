@@ -11,7 +11,7 @@ few functions below clone, save, slice by stream, compare and hash the state of 
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -80,6 +80,15 @@ def tree_map(fn: Callable[..., Tensor], state: T, *others: T) -> T:
     for values in zip(state, *others, strict=True):
         mapped.append(fn(*values) if isinstance(values[0], Tensor) else tree_map(fn, *values))
     return type(state)(*mapped)
+
+
+def flatten(value: Any) -> Iterator[Any]:
+    """Yield the tensors and plain values in nested tuples, lists and dicts, in order."""
+    if isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from flatten(item)
+    else:
+        yield value
 
 
 def leaves(state: tuple[Any, ...], prefix: str = "") -> dict[str, Tensor]:

@@ -98,18 +98,4 @@ def resolve(given: str | TimeFilter) -> TimeFilter:
     return create("time" if given == "auto" else given)
 
 
-__all__ = [
-    "FilterInfo",
-    "Filtered",
-    "TimeFilter",
-    "bounded",
-    "create",
-    "get",
-    "informative",
-    "names",
-    "register",
-    "registry",
-    "resolve",
-]
-
 registry.load(__name__, __path__)  # last: filter files import the names above from here

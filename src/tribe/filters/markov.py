@@ -188,8 +188,14 @@ class Markov(TimeFilter):
 
     def _scan(self, state: MarkovState, images: FilterInput) -> tuple[Scanned, MarkovState]:
         """Update the belief image by image, then compare it with the null model image by image."""
-        if kernels.can_filter(images.likelihood):
-            return _scan_in_one_launch(self, state, images.likelihood, images.counted)
+        if kernels.can_filter(images.likelihood):  # in one launch: a program for each stream and temperature
+            constants = (
+                *(self.rate_step, self.least_rate, self.marginal_step, self.recent_memory),
+                *(self.evidence_on, self.evidence_most, self.evidence_drift, START, PATIENCE, FIRST, SURE),
+                *(least_confidence(images.likelihood.shape[-1]), UNSEEN, FORGET),
+            )
+            parts, after = filtering.scan(images.likelihood, images.counted, state, constants)
+            return Scanned(*parts), MarkovState._make((*after, state.images + images.counted.sum(1)))
         confidences = self._confidence(state, images)
         silent = confidences < least_confidence(images.likelihood.shape[-1])
         beliefs, rates, total, local, (belief, marginal, rate) = self._follow(state, images, silent)
@@ -303,22 +309,6 @@ def least_confidence(classes: int) -> float:
     [0.0, 0.1, 0.235, 0.248]
     """
     return LEAST_CONFIDENCE - FEWER / classes
-
-
-def _scan_in_one_launch(
-    rule: Markov, state: MarkovState, likelihood: Tensor, counted: Tensor
-) -> tuple[Scanned, MarkovState]:
-    """Scan as `Markov._scan`, in one kernel: a program for each stream and temperature."""
-    constants = (
-        *(rule.rate_step, rule.least_rate, rule.marginal_step, rule.recent_memory),
-        *(rule.evidence_on, rule.evidence_most, rule.evidence_drift, START, PATIENCE, FIRST, SURE),
-        *(least_confidence(likelihood.shape[-1]), UNSEEN, FORGET),
-    )
-    parts, (belief, marginal, weight, rate, recent, evidence, sure) = filtering.scan(
-        likelihood, counted, state, constants
-    )
-    ends = MarkovState(belief, marginal, weight, rate, recent, evidence, sure, state.images + counted.sum(1))
-    return Scanned(*parts), ends
 
 
 @functools.cache

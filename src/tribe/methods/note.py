@@ -70,7 +70,7 @@ class Note(MemoryMethod):
 
     def update(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
         """Take one step down the entropy of the memory, in the streams ``due``."""
-        counts = state.memory.filled & due.unsqueeze(1)  # (S, M): nothing counts in the other streams
+        counts = memory.filled(state.memory) & due.unsqueeze(1)  # (S, M): nothing counts in the other streams
         with torch.enable_grad():
             affine = state.affine.leaf()
             norm = self._norm(observing=True)

@@ -157,7 +157,7 @@ class Petta(TimelyMethod):
         self, net: Backbone, state: PettaState, shape: tuple[int, ...], gamma: Tensor, due: Tensor
     ) -> PettaState:
         """Move the student, then the teacher towards it, in the streams ``due`` (S,)."""
-        x, valid, norm = memory.images(state.memory, shape), state.memory.filled & due.unsqueeze(1), self.norm
+        x, valid, norm = memory.images(state.memory, shape), memory.filled(state.memory) & due.unsqueeze(1), self.norm
         source, _ = net.source(len(x))
         with torch.no_grad():
             teacher, _, teacher_stats = net(x, *state.teacher, norm, valid=valid)

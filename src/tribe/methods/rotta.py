@@ -88,7 +88,7 @@ class Rotta(TimelyMethod):
     def update(self, net: Backbone, state: RottaState, shape: tuple[int, ...], due: Tensor) -> RottaState:
         """Move the student towards the teacher and the teacher towards the student, in the streams ``due``."""
         bank, norm = state.memory, self.norm
-        seen, valid = memory.images(bank, shape), bank.filled
+        seen, valid = memory.images(bank, shape), memory.filled(bank)
         with torch.no_grad():
             teacher, _, teacher_stats = net(seen, *state.teacher, norm, valid=valid)
             # The number of updates is the clock: the view does not depend on the batch size.

@@ -156,7 +156,7 @@ class SelfTraining(Tribe):
             bank, uncertainty = memory.fit(bank, x), losses.entropy(prediction)
             bank = memory.add_timely(bank, x, labels, uncertainty, batch.valid, self.class_count)
             labels, x = bank.label, memory.images(bank, batch.x.shape[2:])
-            counted = bank.filled & batch.valid.any(1, keepdim=True)
+            counted = memory.filled(bank) & batch.valid.any(1, keepdim=True)
         new, share = segment(self._update, net, state._replace(memory=bank), x, labels, counted)
         trusted = None if share is None else share.unsqueeze(1).expand_as(batch.valid)
         return Update(prediction, new, trusted, new.teacher)

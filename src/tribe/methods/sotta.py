@@ -101,7 +101,7 @@ class Sotta(MemoryMethod):
 
     def update(self, net: Backbone, state: SottaState, shape: tuple[int, ...], due: Tensor) -> SottaState:
         """ESM, in the streams ``due`` (S,) with an image in memory."""
-        counts = state.memory.filled & due.unsqueeze(1)  # (S, M)
+        counts = memory.filled(state.memory) & due.unsqueeze(1)  # (S, M)
         adapted, x = adapted_channels(net, self.frozen_tail), memory.images(state.memory, shape)
         grads, stats = self._gradient(net, state.affine, state.stats, x, counts)
         grads = tree_map(adapted.mul, grads)
