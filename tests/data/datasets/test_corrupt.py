@@ -25,7 +25,7 @@ import layouts
 import tribe
 from commands import app
 from layouts import WNIDS
-from processes import Prints, Process, Touches, ended, interrupted, killed
+from processes import Prints, Process, Touches, ended, interrupted
 from tribe import corruptions, datasets
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.generation import GenerationProgress, generate
@@ -240,16 +240,6 @@ def test_killed_while_adding_a_severity_nothing_is_lost(clean, tmp_path):
     assert kills > 5
     made = datasets.create("cifar10-c", data=str(tmp_path), corruptions=("contrast",), severities=(1,))
     assert made.images("contrast@1", torch.tensor([0])).any()
-
-
-def test_a_killed_command_goes_on(clean, tmp_path):
-    args = ["corrupt", "cifar10", "--data", clean, "--out", tmp_path / "killed"]
-    assert killed("-m", "tribe", *args, when=Prints("done\n")).err == "motion_blur@5: done\n"
-    result = call(*args[1:])
-    assert result.exit_code == 0
-    assert "already there: motion_blur@5" in result.stderr
-    generate("cifar10", data=str(clean), out=str(tmp_path / "whole"))
-    assert tree(tmp_path / "killed") == tree(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

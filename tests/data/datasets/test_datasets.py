@@ -49,12 +49,6 @@ def test_images_are_the_bytes_of_the_file(root):
     assert torch.equal((images[0] * 255).round().byte(), torch.from_numpy(array[4 * PER + 7].transpose(2, 0, 1)))
 
 
-def test_files_are_mapped_and_not_read(root):
-    data = made("cifar10-c", root)
-    data.images("fog@5", torch.tensor([0]))
-    assert isinstance(data._blocks["fog@5"][0], np.memmap)
-
-
 @pytest.mark.parametrize("name", datasets.names())
 def test_they_play_as_streams(name, root):
     stream = Stream(made(name, root), scenarios.create("ptta"), (0, 1), batch=16)

@@ -1,7 +1,5 @@
 """Pictures from files: decoded as the field decodes them, in folders of one's own and in ImageNet-C's, good and bad."""
 
-import contextlib
-import random
 import shutil
 import subprocess
 import sys
@@ -20,7 +18,7 @@ from processes import ended
 from tribe import datasets, methods, metrics, scenarios
 from tribe.core.backbone import Backbone
 from tribe.data.datasets.files import MissingData
-from tribe.data.images import SUFFIXES, ImageFileError, read_image
+from tribe.data.images import ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.testing import CLASSES, check_dataset, check_scenario, informed, small_network
@@ -111,29 +109,6 @@ def test_an_exif_orientation_is_not_applied(tmp_path):
     exif[0x0112] = 6  # turn by 90 degrees
     picture(draw, 6, 9).save(tmp_path / "a.jpg", exif=exif)
     assert read_image(tmp_path / "a.jpg").shape == (3, 6, 9)
-
-
-@pytest.mark.parametrize("suffix", ["jpg", "png", "bmp", "gif", "tif", "webp", "ppm"])
-def test_damage_is_one_error_that_names_the_file(suffix, tmp_path):
-    path = tmp_path / f"a.{suffix}"
-    picture(draw, 20, 30).save(path)
-    assert path.suffix in SUFFIXES
-    good, rng, said = path.read_bytes(), random.Random(0), []
-    read_image(path)
-    for trial in range(60):
-        damaged = bytearray(good[: rng.randrange(len(good))] if trial % 2 else good)
-        for _ in range(0 if trial % 2 else 4):
-            damaged[rng.randrange(len(good))] = rng.randrange(256)
-        path.write_bytes(damaged)
-        with warnings.catch_warnings(), contextlib.suppress(ImageFileError):
-            warnings.simplefilter("ignore")  # Pillow's own, about the metadata
-            said.append("read")
-            read_image(path)
-            said.pop()
-    assert len(said) >= 20
-    path.write_bytes(good[: 2 * len(good) // 3])
-    with pytest.raises(ImageFileError, match=f"{path.name} cannot be read as an image"):
-        read_image(path)
 
 
 def test_what_is_no_picture_is_named(tmp_path):
@@ -335,19 +310,6 @@ def test_a_batch_of_nothing_but_unreadable_pictures_changes_nothing(method, unla
         folder(unlabelled, unreadable="skip").images("tuesday", torch.tensor([0]))
 
 
-def test_nothing_at_all_is_readable(unlabelled):
-    for path in unlabelled.rglob("*.png"):
-        path.write_bytes(b"")
-    data = folder(unlabelled, unreadable="skip", size=8)
-    with pytest.warns(UserWarning, match="skipped"):
-        (record,) = run(
-            Backbone(small_network()),
-            methods.create("tribe", classes=CLASSES),
-            Stream(data, scenarios.create("replay"), batch=3),
-        )
-    assert len(record.label) == 0
-
-
 # -- ImageNet-C ----------------------------------------------------------------------------------------------------
 
 
@@ -435,56 +397,33 @@ def test_bad_requests_of_imagenet_c(imagenet):
 # -- reading ahead -------------------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Images that count how often they are read, and can fail or take their time."""
+class Hanging:
+    """Images whose second batch takes its time."""
 
     classes, domains = tuple("abcd"), ("here",)
 
-    def __init__(self, fails_at=None, hangs_at=None):
-        self.reads, self.fails_at, self.hangs_at = 0, fails_at, hangs_at
-        self.hangs, self.goes_on, self.gave_up = threading.Event(), threading.Event(), False
+    def __init__(self):
+        self.reads, self.gave_up = 0, False
+        self.hangs, self.goes_on = threading.Event(), threading.Event()
 
     def labels(self, domain):
         return torch.arange(40) % 4
 
     def images(self, domain, index):
         self.reads += 1
-        if self.reads == self.fails_at:
-            raise OSError("the disk is gone")
-        if self.reads == self.hangs_at:
+        if self.reads == 2:
             self.hangs.set()
             self.gave_up = not self.goes_on.wait(30)
         return torch.rand(len(index), 3, 8, 8)
 
 
-def readers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("tribe-reader")]
-
-
-def test_while_a_batch_is_used_the_next_is_read_and_no_more():
-    data = Counted()
-    for step, _ in enumerate(Stream(data, scenarios.create("replay"), batch=4)):
-        for reader in readers():
-            reader.join(30)
-        assert not readers(), "a reader ends with its batch"
-        assert data.reads == min(step + 2, 10)
-    assert data.reads == 10
-
-
-def test_an_error_of_the_reader_comes_out_where_its_batch_would():
-    batches = iter(Stream(Counted(fails_at=4), scenarios.create("replay"), batch=4))
-    assert len([next(batches) for _ in range(3)]) == 3
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(batches)
-
-
 def test_whoever_stops_early_does_not_wait_for_the_reader():
-    data = Counted(hangs_at=2)
+    data = Hanging()
     batches = iter(Stream(data, scenarios.create("replay"), batch=4))
     next(batches)
     assert data.hangs.wait(30)
     batches.close()
-    begun = readers()
+    begun = [thread for thread in threading.enumerate() if thread.name.startswith("tribe-reader")]
     data.goes_on.set()
     for thread in begun:
         thread.join(30)
@@ -492,12 +431,6 @@ def test_whoever_stops_early_does_not_wait_for_the_reader():
     assert begun
     assert not any(thread.is_alive() for thread in begun)
     assert data.reads == 2, "what was not begun is not read"
-
-
-def test_a_resumed_stream_begins_where_it_is_told():
-    stream = Stream(Counted(), scenarios.create("replay"), batch=16)
-    assert [int(b.y[0, 0]) for b in stream.starting_at(2)] == [0]
-    assert list(stream.starting_at(len(stream))) == []
 
 
 PROGRAM = """

@@ -3,8 +3,6 @@
 import os
 import socket
 import sys
-import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ import torch
 
 import layouts
 from layouts import made, picture
-from processes import ended
 from tribe import datasets, scenarios
 from tribe.data.datasets import fingerprint
 from tribe.data.datasets.generation import generate
@@ -141,34 +138,6 @@ def test_imagenet_c_skips_what_it_cannot_read(tmp_path):
     data = made("imagenet-c", tmp_path, corruptions=("fog",), unreadable="skip")
     with pytest.warns(UserWarning, match="a.JPEG cannot be read as an image: it is a pipe"):
         assert data.images("fog@5", torch.arange(10)).isnan().flatten(1).any(1).tolist().index(True) == 3
-
-
-PERMISSIONS = """
-import os, sys, warnings
-import PIL.Image, torch
-from tribe import datasets
-PIL.Image.init()  # that user may not read the installed packages
-os.setgid(65534)
-os.setuid(65534)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    data = datasets.create("folder", root=sys.argv[1], unreadable="skip", size=8)
-    images = data.images("day", torch.arange(len(data.labels("day"))))
-    data.digest("day")
-print(images.isnan().flatten(1).any(1).tolist(), len(caught))
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can become another user")
-def test_files_without_permission_are_skipped(camera):
-    (camera / "day/dog/1.png").chmod(0)
-    below = Path(tempfile.gettempdir()).resolve()  # its own permissions stay
-    for parent in camera.resolve().parents:
-        if parent.is_relative_to(below) and parent != below:
-            parent.chmod(0o755)
-    done = ended("-c", PERMISSIONS, camera)
-    assert done.code == 0, done.err
-    assert done.out.strip() == f"{[False] * 5 + [True] + [False] * 2} 1"
 
 
 # -- the other readers ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import os
 import pickle
 import struct
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,44 +14,11 @@ from torch import nn
 from limited import run_limited
 from tribe import models
 from tribe.data.models.weights import SHIPPED, WeightsError, read
-from tribe.testing import small_network
 
 
 def saved(path, content, **options):
     torch.save(content, path, **options)
     return path
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_state_dicts_and_training_checkpoints_are_read(tmp_path, legacy):
-    net = small_network()
-    optimizer = torch.optim.Adam(net.parameters())
-    net(torch.rand(2, 3, 8, 8)).sum().backward()
-    optimizer.step()
-    view = torch.arange(12.0).view(3, 4).T[1:]
-    contents = {
-        "plain": dict(net.state_dict()),
-        "ordered": net.state_dict(),
-        "parameters": dict(net.named_parameters()),
-        "envelope": {
-            "state_dict": net.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "milestones": Counter([3, 3, 5]),
-            "epoch": 3,
-            "best": 0.5,
-            "note": None,
-            "shape": torch.Size([1, 2]),
-            "history": [1.0, (2, True)],
-        },
-        "view": {"w": view, "half": view.half(), "again": view, "none": torch.zeros(0, 3), "one": torch.tensor(True)},
-    }
-    for name, content in contents.items():
-        options = {"_use_new_zipfile_serialization": False} if legacy else {}
-        path = saved(tmp_path / "net.pt", content, **options)
-        expected = content["state_dict"] if name == "envelope" else content
-        found = read(path)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found), name
 
 
 def itself(path):

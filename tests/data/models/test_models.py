@@ -1,8 +1,8 @@
 """Source networks: published names and sizes, weights that load, and errors that say what is wrong."""
 
 import copy
-import pickle
 import sys
+from collections import Counter
 from itertools import product
 from types import SimpleNamespace
 
@@ -136,26 +136,6 @@ def test_names_cover_what_is_promised_and_other_depths_and_widths():
     assert models.architecture("resnet152").shape == (3, 224, 224), "torchvision's, though CIFAR has that depth too"
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_the_same_seed_gives_the_same_weights(name):
-    first, second = (torch.manual_seed(3) and models.create(name) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_a_few_steps_of_training_fit_a_batch(name):
-    torch.manual_seed(0)
-    net, x = models.create(name, classes=4), images(name, 8)
-    y = torch.arange(8) % 4
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.5
-
-
 # -- normalise and activate as one layer ------------------------------------------------------------------------------
 
 
@@ -213,7 +193,7 @@ def test_one_layer_trains_and_predicts_as_two_do_to_the_bit(name, dtype):
     assert not torch.equal(one.train()(x), before)  # evaluation and training are told apart
 
 
-@pytest.mark.parametrize(("name", "method"), [*product(SMALL, ["tribe", "tent", "bn"]), (SMALL[0], "cotta")])
+@pytest.mark.parametrize(("name", "method"), product(SMALL, ["tribe", "tent", "bn"]))
 def test_one_layer_adapts_as_two_do(name, method):
     torch.manual_seed(0)
     one = models.create(name, classes=4)
@@ -226,8 +206,6 @@ def test_one_layer_adapts_as_two_do(name, method):
         a, b = (adapter(x) for adapter in adapters)
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
         assert torch.isfinite(a).all()
-    if method == "cotta":
-        return  # it averages views, which is not exported
     exported = [adapter.export() for adapter in adapters]
     torch.testing.assert_close(exported[0](x), exported[1](x), atol=1e-6, rtol=1e-5)
     assert [type(m) for m in exported[0].modules()] == [type(m) for m in one.modules()]
@@ -299,7 +277,12 @@ ENVELOPES = {
     "compiled": prefixed("_orig_mod."),
     "in half precision": lambda s: {k: v.half().float() if v.is_floating_point() else v for k, v in s.items()},
     "without counts": lambda s: {k: v for k, v in s.items() if not k.endswith("num_batches_tracked")},
-    "a training checkpoint": lambda s: {"epoch": 3, "state_dict": prefixed("module.")(s)},
+    "a training checkpoint": lambda s: {
+        "epoch": 3,
+        "state_dict": prefixed("module.")(s),
+        "optimizer": torch.optim.Adam([torch.zeros(1)]).state_dict(),
+        "milestones": Counter([3, 5]),
+    },
     "with its normalisation": lambda s: (
         prefixed("model.")(s) | {k: torch.tensor(v).view(1, 3, 1, 1) for k, v in zip(("mu", "sigma"), IMAGENET)}  # noqa: B905
     ),
@@ -369,14 +352,8 @@ BAD_FILES = {  # what is wrong: (how the file is made, a word of the message)
     "no file": (lambda net, d: d / "none.pt", "no weights file at .*none.pt"),
     "a folder": (lambda net, d: d, "is a folder"),
     "an unknown suffix": (lambda net, d: written(d / "net.onnx", b"x"), "got .onnx"),
-    "text as safetensors": (lambda net, d: written(d / "net.safetensors", b"hello, no weights"), "cut short"),
-    "empty safetensors": (lambda net, d: written(d / "net.safetensors", b""), "cut short"),
     "a safetensors cut short": (lambda net, d: cut(saved_as_safetensors(net, d)), "cut short"),
-    "text as pt": (lambda net, d: written(d / "net.pt", b"hello"), "not a state dict"),
-    "an empty pt": (lambda net, d: written(d / "net.pt", b""), "not a state dict"),
-    "a pt cut short": (lambda net, d: cut(resaved(net, d)), "cut short"),
     "a whole pickled model": (lambda net, d: resaved(net, d, lambda s: net), "Python objects.*save model.state_dict"),
-    "a pickle of a function": (lambda net, d: written(d / "net.pt", pickle.dumps(print, protocol=2)), "Python objects"),
     "a list": (lambda net, d: resaved(net, d, lambda s: [1, 2]), "holds no state dict"),
     "an empty dict": (lambda net, d: resaved(net, d, lambda s: {}), "holds no state dict"),
     "a missing name": (lambda net, d: resaved(net, d, without("layer1.0.bn1.weight")), "lacks layer1.0.bn1.weight$"),
