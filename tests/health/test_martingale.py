@@ -126,8 +126,3 @@ def test_nothing_is_said_of_a_class_that_calibration_lacked():
     reference = fit_reference(entropy[known], predicted[known], labels[known], CLASSES)
     assert reference.quantiles.isfinite().all()
     assert rank(reference, torch.tensor([[0.0, 0.3, 1.0]]), torch.full((1, 3), 2)).tolist() == [[0.5, 0.5, 0.5]]
-
-
-def test_too_few_images_are_refused():
-    with pytest.raises(ValueError, match="at least 20 images"):
-        fit_reference(*source(19), CLASSES)

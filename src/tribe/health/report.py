@@ -122,9 +122,10 @@ class AlarmLog:
         """Return whether to read after this step: after each on a CPU; seldom on a GPU, which reading waits for."""
         return self.watched and (state.key.seed.device.type == "cpu" or step % READ_EVERY == 0)
 
-    def read(self, state: Any, since: Counts) -> tuple[list[Event], Counts]:
-        """Return the alarms that began since these counts, and the counts now."""
-        return read_alarms(state.guard.watch.alarms, since) if self.watched else ([], None)
+    def read(self, state: Any, since: Counts, stream: str | None = None) -> tuple[list[Event], Counts]:
+        """Return the alarms that began since these counts, and the counts now; ``stream``: its name in a fleet."""
+        events, counts = read_alarms(state.guard.watch.alarms, since)
+        return events if stream is None else [event._replace(stream=stream) for event in events], counts
 
     def publish(self, events: list[Event]) -> None:
         """Keep events, log them and call the listeners; never raise."""

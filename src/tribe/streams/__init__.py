@@ -1,6 +1,6 @@
 """Named states that adapt on one frozen network: `tribe.adapt` and `tribe.fleet` are two views of one core."""
 
-from tribe.streams.fleet import Fleet, fleet, stream_seed
-from tribe.streams.names import UnknownStream
+from tribe.streams.fleet import Fleet, fleet
+from tribe.streams.names import UnknownStream, stream_seed
 
 __all__ = ["Fleet", "UnknownStream", "fleet", "stream_seed"]

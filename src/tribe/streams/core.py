@@ -47,7 +47,7 @@ from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
 from tribe.streams.entries import Entry, EntryTable
-from tribe.streams.names import UnknownStream, check_name
+from tribe.streams.names import UnknownStream, check_name, stream_seed
 
 DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many
 MIN_ROWS = 16
@@ -122,7 +122,7 @@ class Streams:
         """
         with self.lock:
             self._check_place()
-            old = {name: self.table.entries.get(name) or self.new_entry(self.seed_of(name)) for name in arrived}
+            old = {name: self.table.entries.get(name) or self.new_entry(name) for name in arrived}
             results: dict[str, Tensor] = {}
             new: dict[str, Entry] = {}
             events: list[Event] = []
@@ -159,8 +159,8 @@ class Streams:
             history = history.before_step(self.method, self.net, before.state)
             history = history.after_step(arrived.x.shape[1], arrived.valid)
         if self.alarms.is_due(after.state, after.version):
-            began, counts = self.alarms.read(after.state, counts)
-            events += [event._replace(stream=self._stream_of(name, event)) for event in began]
+            began, counts = self.alarms.read(after.state, counts, None if self._single else name)
+            events += began
         return replace(after, history=history, alarms=counts)
 
     def run_prediction(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
@@ -212,8 +212,9 @@ class Streams:
             raise UnknownStream(f"no stream {name!r}: {known}. add({name!r}) adds it")
         return entry
 
-    def new_entry(self, seed: int) -> Entry:
-        """Return an entry that starts at the source model."""
+    def new_entry(self, name: str, seed: int | None = None) -> Entry:
+        """Return an entry that starts at the source model, with the seed of its name unless one is given."""
+        seed = stream_seed(name, self.seed) if seed is None else int(seed)
         return self._with_state(None, self.method.init(self.net, self.streams, seed))
 
     def move_state(self, name: str, state: Any) -> None:
@@ -238,14 +239,6 @@ class Streams:
             return entry.moved(state, bad=None, alarms=self.alarms.counts(state))
         history = None if self._policy is None else Timeline(self._policy, self.streams)
         return Entry(state, alarms=self.alarms.counts(state), history=history)
-
-    def seed_of(self, name: str) -> int:
-        """Return the seed of a new entry."""
-        raise UnknownStream(f"no stream {name!r}")
-
-    def _stream_of(self, name: str, event: Event) -> int | str:
-        """The stream of an event: its number."""
-        return event.stream
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -392,9 +385,9 @@ class Streams:
         with self.lock:
             for name in names:
                 entry = self.entry(name)
-                began, counts = self.alarms.read(entry.state, entry.alarms)
+                began, counts = self.alarms.read(entry.state, entry.alarms, None if self._single else name)
                 self.table.change(name, alarms=counts)
-                self.alarms.publish([event._replace(stream=self._stream_of(name, event)) for event in began])
+                self.alarms.publish(began)
 
     @property
     def events(self) -> list[Event]:

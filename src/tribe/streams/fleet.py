@@ -1,8 +1,6 @@
 """Many streams by name on one frozen network: ``fleet = tribe.fleet(net); logits = fleet({"cam1": images})``."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from os import PathLike
 from typing import Any, Self
 
@@ -15,7 +13,7 @@ from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
-from tribe.health.report import Event, Health, Listener, StreamInfo, StreamReport, describe_streams
+from tribe.health.report import Health, Listener, StreamInfo, StreamReport, describe_streams
 from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
 from tribe.methods.building import build_method
 from tribe.methods.source import Source
@@ -79,18 +77,6 @@ def fleet(
     )
 
 
-def stream_seed(name: str, seed: int = 0) -> int:
-    """Return the seed of a stream: a hash (BLAKE2b) of the fleet's seed and the stream's name, from 0 to 2**62 - 1.
-
-    So it depends neither on the order in which streams are added nor on the process.
-
-    >>> stream_seed("cam1") == stream_seed("cam1"), stream_seed("cam1") == stream_seed("cam2")
-    (True, False)
-    """
-    text = f"{int(seed)}\n{name}".encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
-
-
 class Fleet(Streams):
     """Streams by name that adapt on one frozen network. Made by `fleet`.
 
@@ -127,12 +113,8 @@ class Fleet(Streams):
         own = self._arrived({"source": x})["source"]
         group = EntryGroup(("source",), 1, own.x, None, (own.x.shape[1],), True)
         self._checks.find_bad(own.x, None)
-        logits = self._runner.predict(group, [], lambda: self._source, Source())
+        logits = self._runner.predict(group, [], lambda: Deployed(*self.net.source(), Frozen()), Source())
         return logits[0] if own.added else logits
-
-    @cached_property
-    def _source(self) -> Deployed:
-        return Deployed(*self.net.source(), Frozen())
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
         """The images of each stream, checked."""
@@ -158,16 +140,12 @@ class Fleet(Streams):
         check_name(name)
         if seed is not None:
             check_seed(seed)
-        entry = self.new_entry(self.seed_of(name) if seed is None else int(seed))
+        entry = self.new_entry(name, seed)
         with self.lock:
             if name in self:
                 raise ValueError(f"there is a stream {name!r} already: reset({name!r}) starts it anew")
             self.table.put({name: entry})
         return self
-
-    def seed_of(self, name: str) -> int:
-        """Return the seed of a new stream."""
-        return stream_seed(name, self.seed)
 
     def drop(self, name: str) -> Self:
         """Forget a stream."""
@@ -231,9 +209,6 @@ class Fleet(Streams):
     def clock(self, name: str) -> int:
         """Return how many steps a stream has taken."""
         return int(self.entry(name).state.key.clock[0])
-
-    def _stream_of(self, name: str, event: Event) -> int | str:
-        return name
 
     def __repr__(self) -> str:
         return f"Fleet({self.method}, streams={len(self)})"

@@ -3,6 +3,7 @@
 A stream of a fleet may have any name. One that is served has a name that fits into URLs, headers, files and metrics.
 """
 
+import hashlib
 import re
 from typing import Any
 
@@ -43,3 +44,15 @@ def check_name(name: Any) -> None:
         raise TypeError(f"the name of a stream is a text; got {name!r}")
     if not name:
         raise ValueError("the name of a stream is empty; expected at least one character")
+
+
+def stream_seed(name: str, seed: int = 0) -> int:
+    """Return the seed of a stream: a hash (BLAKE2b) of the fleet's seed and the stream's name, from 0 to 2**62 - 1.
+
+    So it depends neither on the order in which streams are added nor on the process.
+
+    >>> stream_seed("cam1") == stream_seed("cam1"), stream_seed("cam1") == stream_seed("cam2")
+    (True, False)
+    """
+    text = f"{int(seed)}\n{name}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
