@@ -11,7 +11,7 @@ from tribe.core.state import digest
 from tribe.serve.config import Policy
 from tribe.serve.store import StoreDown
 from tribe.serve.worker import Worker
-from tribe.streams.fleet import stream_seed
+from tribe.streams import stream_seed
 from tribe.testing import images, small_network
 
 # Nothing happens unless a test asks for it, and no request waits for a larger batch: the clock may stand still.

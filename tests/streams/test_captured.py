@@ -6,8 +6,8 @@ import torch
 import tribe
 from tribe.core import graphs
 from tribe.core.state import leaves
+from tribe.streams import stream_seed
 from tribe.streams.batching import MAX_ENTRIES, RECORDINGS, Arrived, Runner, group_entries
-from tribe.streams.fleet import stream_seed
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 

@@ -6,8 +6,8 @@ import torch
 import tribe
 from tribe import methods
 from tribe.core.state import digest
+from tribe.streams import stream_seed
 from tribe.streams.core import EXACT, OWN_WEIGHTS
-from tribe.streams.fleet import stream_seed
 from tribe.testing import images, ready
 from tribe.testing.samples import small, small_backbone
 

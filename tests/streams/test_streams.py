@@ -6,7 +6,7 @@ import torch
 import tribe
 from tribe.core.state import digest, leaves
 from tribe.io.states import StateFileError
-from tribe.streams.fleet import stream_seed
+from tribe.streams import stream_seed
 from tribe.testing import images, small_network
 from tribe.testing.samples import small_backbone
 
