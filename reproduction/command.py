@@ -115,7 +115,7 @@ def reproduce(
                 raise ValueError(f"{artifact} needs --out: the page or the folder that it writes")
             write_document(runs, out) if artifact == "document" else _keep(runs, out, data)
             return
-        choices, weights = _choices(settings, parse_seeds(seeds), device)
+        choices, weights = _choices(settings, seeds, device)
         if artifact == "claims":
             _show_claims(_judge_all(choices, finished(runs)), output)
             return
@@ -166,7 +166,7 @@ def _find_table(artifact: str, beyond: str) -> tables.Table:
     return table if beyond == "none" else extend(table, later=beyond == "all")
 
 
-def _choices(settings: Sequence[str] | None, seeds: Sequence[int] | None, device: str) -> tuple[Choices, Path | None]:
+def _choices(settings: Sequence[str] | None, seeds: str | None, device: str) -> tuple[Choices, Path | None]:
     """Return the choices of --set without a component, of the seeds and the device, and the file of weights."""
     plain = {text.partition("=")[0]: text.partition("=")[2] for text in settings or () if _is_plain(text)}
     weights = plain.pop("weights", None)
@@ -178,7 +178,7 @@ def _choices(settings: Sequence[str] | None, seeds: Sequence[int] | None, device
         kind = None if device == "auto" else torch.device(device).type
     except (ValueError, RuntimeError) as error:
         raise ValueError(f"--set batch= and threads= take whole numbers, --device auto, cpu or cuda: {error}") from None
-    choices = Choices(seeds=seeds, device=kind, **plain, **numbers)  # type: ignore[arg-type]
+    choices = Choices(seeds=None if seeds is None else parse_seeds(seeds), device=kind, **plain, **numbers)  # type: ignore[arg-type]
     return choices, None if weights is None else Path(weights)
 
 

@@ -22,6 +22,7 @@ import tribe
 from tribe import metrics
 from tribe.core.precision import PRECISIONS, choose_device, deterministic, float32_precision
 from tribe.data.datasets import Dataset, fingerprint
+from tribe.data.datasets.files import data_root
 from tribe.experiments import workbench
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
@@ -67,7 +68,8 @@ def _norms(net: nn.Module) -> list[nn.BatchNorm2d]:
 def build_draw(o: argparse.Namespace, seed: int) -> tuple[Dataset, nn.Module]:
     """Return the data and the trained network of a draw."""
     data = workbench.build_dataset(o.dataset, o.data, {"seed": seed} if is_live(o) else {})
-    return data, workbench.Workbench(o.data, "cpu").module(o.model, data, {})
+    path = tribe.models.find(o.model, workbench.trained_on(data), data_root(o.data and str(o.data)))
+    return data, tribe.models.load(o.model, path)
 
 
 def is_live(o: argparse.Namespace) -> bool:

@@ -55,15 +55,13 @@ JsonFile = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
-def parse_seeds(text: str | None) -> tuple[int, ...] | None:
+def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of --seeds: a number is how many, from 0 on; with a comma, it is a list of seeds.
 
     Example:
-        >>> parse_seeds("2"), parse_seeds("425,1,2"), parse_seeds("7,"), parse_seeds(None)
-        ((0, 1), (425, 1, 2), (7,), None)
+        >>> parse_seeds("2"), parse_seeds("425,1,2"), parse_seeds("7,")
+        ((0, 1), (425, 1, 2), (7,))
     """
-    if text is None:
-        return None
     try:
         numbers = [int(word) for word in text.split(",") if word.strip()]
     except ValueError:

@@ -22,7 +22,7 @@ from tribe.experiments.statistics import spread
 from tribe.experiments.store import Result
 from tribe.experiments.workers import ExperimentProgress
 from tribe.fields import printable
-from tribe.io.files import check_file, write_atomically
+from tribe.io.files import write_atomically
 
 # -- messages ---------------------------------------------------------------------------------------------------------
 
@@ -131,12 +131,6 @@ def wide_console() -> Console:
 def print_json(data: Any) -> None:
     """Print JSON on stdout."""
     typer.echo(json.dumps(plain(data), indent=2, allow_nan=False))
-
-
-def check_json_file(file: str | None) -> None:
-    """Raise OSError if --json FILE cannot be written: before the work, not after it."""
-    if file is not None and file != "-":
-        check_file(file)
 
 
 def write_json(data: Mapping[str, Any], file: str | None, *more: Path) -> None:

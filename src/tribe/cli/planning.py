@@ -35,7 +35,7 @@ class Planner:
         self.fields = parse_overrides(settings, (*COMPONENTS, *methods), OWN)
         own = {**OWN, **self.fields.pop("")}
         self._dataset, self._scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
-        self._model, self.seeds = model, parse_seeds(seeds) or (0,)
+        self._model, self.seeds = model, (0,) if seeds is None else parse_seeds(seeds)
         self._batch, self._precision = own["batch"], str(own["precision"])
         if own["threads"] is not None and not is_whole(own["threads"], least=1):
             raise ValueError(f"threads is how many a CPU computes with, at least 1; got {own['threads']!r}")

@@ -138,7 +138,7 @@ class ExperimentRunner:
             rule = Pipeline.of(method).filter
             if is_shared and rule is not None:
                 records = self._play_alone(alone, net, Pipeline.of(method).unfiltered, stream, progress)
-                spec = experiment.record_spec()
+                spec = experiment.json() | {"experiment": experiment.id}
                 records = replay(records, rule, spec=spec, device=net.device, progress=progress)
             else:
                 records = self._run(experiment, net, method, stream, folder, progress, keep or is_shared)
@@ -183,7 +183,7 @@ class ExperimentRunner:
                     method,
                     stream,
                     seed=experiment.seeds,
-                    spec=experiment.record_spec(),
+                    spec=experiment.json() | {"experiment": experiment.id},
                     checkpoint=path,
                     every=self._settings.every,
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run

@@ -15,9 +15,10 @@ from typing import Any
 
 from tribe import methods
 from tribe.core.precision import check_precision, precision_on
-from tribe.experiments.provenance import code_of
+from tribe.data import models
+from tribe.experiments.provenance import code_at, code_of
 from tribe.experiments.spec import ComponentSpec, canonical, describe, differences
-from tribe.experiments.workbench import Parts, Workbench, model_code
+from tribe.experiments.workbench import Parts, Workbench
 from tribe.fields import is_whole
 from tribe.io import json_files
 
@@ -71,10 +72,12 @@ class Experiment:
             ComponentSpec(given) if isinstance(given, str) else given for given in (dataset, model, scenario, method)
         )
         parts = workbench.build(data, network, protocol, adapting, seeds, batch)
+        place, colon, _ = network.name.rpartition(":")
+        code = code_at(place) if colon else code_of(type(models.architecture(network.name)))
         return Experiment(
             dataset=describe(data.name, parts.stream.dataset),
             images=parts.images,
-            model=dataclasses.replace(network, code=model_code(network.name)),
+            model=dataclasses.replace(network, code=code),
             weights=parts.weights,
             scenario=describe(protocol.name, parts.stream.scenario),
             method=describe(adapting.name, parts.method),
@@ -136,10 +139,6 @@ class Experiment:
             return self
         fields = {field: value for field, value in self.method.fields.items() if field in own}
         return dataclasses.replace(self, method=ComponentSpec(name, fields, code_of(*classes)), parts=None)
-
-    def record_spec(self) -> dict[str, Any]:
-        """Return the spec of its records, to which `run` adds the seed."""
-        return self.json() | {"experiment": self.id}
 
     def __eq__(self, other: object) -> bool:
         return (self.id, self.seeds) == (other.id, other.seeds) if isinstance(other, Experiment) else NotImplemented

@@ -23,7 +23,6 @@ from tribe.data.datasets import Dataset, fingerprint, optional
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.imagenet import holds_classes
 from tribe.data.scenarios import Scenario
-from tribe.experiments.provenance import code_at, code_of
 from tribe.experiments.spec import ComponentSpec, canonical
 from tribe.experiments.stream import Stream
 from tribe.fields import is_number
@@ -123,19 +122,19 @@ class Workbench:
         key = [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch]
         return self._once(key, lambda: Stream(data, protocol, seeds, batch))
 
-    def module(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> torch.nn.Module:
-        """Return a network with weights: a custom one, or that of ``weights``, its library or the data set."""
-        if name in self.networks:
-            return self.networks[name]
-        path = self.weights.get(name)
-        if path is None and name.startswith(("timm/", "torchvision/")):
-            return models.create(name, pretrained=True, **fields)
-        path = models.find(name, trained_on(data), self.root(data)) if path is None else path
-        return models.load(name, path, **fields)
-
     def network(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> Backbone:
-        """Return a network on the device, with the outputs that are the classes of the data set."""
-        model = self.module(name, data, fields).to(self.device)
+        """Return a network on the device, with its weights and the outputs that are the classes of the data set.
+
+        It is a custom one, or has the weights of ``weights``, of its library or of the data set.
+        """
+        path = self.weights.get(name)
+        if name in self.networks:
+            model = self.networks[name]
+        elif path is None and name.startswith(("timm/", "torchvision/")):
+            model = models.create(name, pretrained=True, **fields)
+        else:
+            model = models.load(name, path or models.find(name, trained_on(data), self.root(data)), **fields)
+        model = model.to(self.device)
         return restrict(model if isinstance(model, Backbone) else Backbone(model), data)
 
     def method(self, name: str, net: Backbone, data: Dataset, model: str, fields: Mapping[str, Any]) -> AnyMethod:
@@ -256,12 +255,6 @@ def in_precision(net: Backbone, method: AnyMethod, precision: str) -> tuple[Back
 def trained_on(data: Dataset | type[Dataset]) -> str:
     """Return the name of the clean data set behind a corrupted one: the data that a source network was trained on."""
     return str(optional(data, "clean_name") or optional(data, "name") or type(data).__name__)
-
-
-def model_code(name: str) -> str | None:
-    """Return the hash of a network's code; None if it is part of tribe or of a library."""
-    place, colon, _ = name.rpartition(":")
-    return code_at(place) if colon else code_of(type(models.architecture(name)))
 
 
 # -- values of fields -------------------------------------------------------------------------------------------------

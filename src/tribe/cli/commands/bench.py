@@ -16,11 +16,12 @@ import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import load_custom_model
 from tribe.cli.options import Device, Precision, method_names, parse_shape
-from tribe.cli.output import check_json_file, fail, messages, print_json
+from tribe.cli.output import fail, messages, print_json
 from tribe.core.precision import choose_device, precision_on
 from tribe.experiments.bench import contenders, measurement, results
 from tribe.experiments.bench.measurement import REPEATS, BenchProgress, BenchResult
 from tribe.fields import printable
+from tribe.io.files import check_file
 
 
 @app.command()
@@ -65,7 +66,8 @@ def bench(
     memory includes the state, but not the network and the images.
     """
     with messages(), _out_of_memory_as_message():
-        check_json_file(json_file)
+        if json_file not in (None, "-"):
+            check_file(json_file)
         old = None if compare_file is None else results.read(compare_file)
         where = choose_device(device)
         names = method_names(methods)

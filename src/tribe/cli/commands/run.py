@@ -23,7 +23,7 @@ from tribe.experiments.provenance import machine
 from tribe.experiments.store import Result
 from tribe.experiments.workbench import MissingKnowledge
 from tribe.fields import printable
-from tribe.io.files import check_folder
+from tribe.io.files import check_file, check_folder
 from tribe.registry import nearest
 
 MethodNames = Annotated[
@@ -61,7 +61,8 @@ def run(
     """
     console = Console(stderr=json_file == "-")
     with output.messages():
-        output.check_json_file(json_file)
+        if json_file not in (None, "-"):
+            check_file(json_file)
         check_folder(out)
         names = options.method_names(methods)
         if not names:
@@ -71,21 +72,16 @@ def run(
         device = machine(planner.workbench.device)
     first = next(iter(experiments.values()))
     assert first.parts is not None
-    title, count = output.shown(_stream_name(first)), len(first.seeds)
-    title.stylize("bold", 0, len(printable(first.dataset.name)))
+    title, count = f"{first.dataset.name}, {first.model.name}, {first.scenario.name}", len(first.seeds)
     streams = f"{count} stream{'s' * (count > 1)} of {len(first.parts.stream.schedules[0].index):,} images"
-    console.print(title + f": {streams}, batch {first.batch}, on {device['device']}")
+    console.print(output.shown(f"{title}: {streams}, batch {first.batch}, on {device['device']}"))
     results, stopped = _play(experiments, out, force, logits)
     if results:
-        _show(results, device, out / file_name("", [*experiments.values()]), json_file, console)
+        _show(title, results, device, out / file_name("", [*experiments.values()]), json_file, console)
     if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:
         output.fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
-
-
-def _stream_name(experiment: Experiment) -> str:
-    return f"{experiment.dataset.name}, {experiment.model.name}, {experiment.scenario.name}"
 
 
 def _plan(planner: Planner, names: list[str]) -> dict[str, Experiment]:
@@ -131,7 +127,12 @@ def _play(
 
 
 def _show(
-    results: Mapping[str, Result], device: Mapping[str, Any], path: Path, json_file: str | None, console: Console
+    title: str,
+    results: Mapping[str, Result],
+    device: Mapping[str, Any],
+    path: Path,
+    json_file: str | None,
+    console: Console,
 ) -> None:
     """Print the table, and write summary and chart."""
     cells = {name: output.result_cells(result) for name, result in results.items()}
@@ -145,7 +146,7 @@ def _show(
     summary = path.with_name(f"{path.name}.json")
     try:
         output.write_json({"spec": spec, "machine": device, "results": _rows(results)}, json_file, summary)
-        picture = _chart(path.with_name(f"{path.name}.svg"), results, _stream_name(first))
+        picture = _chart(path.with_name(f"{path.name}.svg"), results, title)
     except (ValueError, OSError) as error:
         output.fail(f"the results are in {path.parent}, but their summary could not be written: {error}")
     drawn = f", chart in {picture}" if picture else ""

@@ -29,7 +29,7 @@ from tribe.experiments.spec import canonical
 from tribe.experiments.store import ResultStore
 from tribe.experiments.sweep import SCORES, Point, SweepAxis, SweepRow
 from tribe.fields import printable
-from tribe.io.files import check_folder
+from tribe.io.files import check_file, check_folder
 from tribe.registry import nearest
 
 AUTO = "auto"
@@ -111,7 +111,8 @@ def sweep(
     with output.messages(), output.message_on_interrupt(out):
         if score != AUTO and score not in SCORES:
             raise ValueError(f"--score {score!r} is unknown: {nearest(score, [AUTO, *SCORES])}")
-        output.check_json_file(json_file)
+        if json_file not in (None, "-"):
+            check_file(json_file)
         check_folder(out)
         axes = grids.make_axes(options.parse_lists(grid, "--grid"), options.parse_lists(listed, "--list"))
         name = method_name(method)

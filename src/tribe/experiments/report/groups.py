@@ -207,7 +207,7 @@ def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) 
             continue
         classes = len(next(iter(counts.values()))) if counts else int(result.experiment.method.fields["classes"] or 0)
         path = result.folder.relative_to(root).as_posix()
-        spec = {**result.experiment.record_spec(), "seed": seed}
+        spec = {**result.experiment.json(), "experiment": result.experiment.id, "seed": seed}
         yield PlayedStream(path, spec, stream.environment, scores, domains, classes, None)
 
 
