@@ -153,6 +153,7 @@ class Followers(NamedTuple):
     progress: ExperimentProgress
     done: Callable[[Experiment, Result | Failure], None]
     played: set[Experiment]  # those that were played, not read from the store
+    results: dict[Experiment, Result]  # of those that are finished
 
 
 @contextlib.contextmanager
@@ -163,7 +164,7 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
     with messages(console), Progress(*columns, console=console) as progress:
         total = progress.add_task(f"{title}: 0 of {count} runs", total=count)
         bars: dict[Experiment, TaskID] = {}
-        played: set[Experiment] = set()
+        played, results = set[Experiment](), dict[Experiment, Result]()
 
         def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
             error = "" if wrong is None else f": error {100 * wrong:.1f} %"
@@ -176,10 +177,12 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
         def done(experiment: Experiment, outcome: Result | Failure) -> None:
             if isinstance(outcome, Failure):
                 print_message("error", f"{name_of(experiment)}: {outcome.reason}", console)
+            else:
+                results[experiment] = outcome
             if count > MOST_BARS and experiment in bars:
                 progress.remove_task(bars.pop(experiment))
             progress.advance(total)
             finished = int(progress.tasks[0].completed)
             progress.update(total, description=f"{title}: {finished} of {count} runs")
 
-        yield Followers(follow, done, played)
+        yield Followers(follow, done, played, results)

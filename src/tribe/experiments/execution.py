@@ -67,25 +67,21 @@ class ExperimentRunner:
     """Runs experiments, one after the other, with one store.
 
     Of experiments that differ in the time filter alone, the method is played once: a filter never feeds what the method
-    learns, so it is replayed over the outputs of the method, whose own result is stored, too.
-
-    Args:
-        settings: The settings of all of them.
-        workbench: See `run_experiment`.
-        planned: All experiments that will be run; those beside one another that share a play gain from it.
+    learns, so it is replayed over the outputs of the method, whose own result is stored, too. For this, ``planned`` are
+    all experiments that will be run.
     """
 
     def __init__(
         self, settings: RunSettings, workbench: Workbench | None = None, planned: Iterable[Experiment] = ()
     ) -> None:
         self.store = ResultStore(settings.root)
-        self._settings, self._workbench = settings, workbench
+        self.settings, self.workbench = settings, workbench
         self._sharing = Counter(experiment.without_filter.id for experiment in planned)
         self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
     def run(self, experiment: Experiment, progress: Progress | None = None, wait: bool = True) -> Result:
         """Return the result of an experiment; see `run_experiment`."""
-        settings, folder = self._settings, self.store.root / experiment.id
+        settings, folder = self.settings, self.store.root / experiment.id
         streams = {} if settings.force else self._stored(experiment)
         memory: Mapping[int, Record] = {}
         if len(streams) < len(experiment.seeds):
@@ -111,7 +107,7 @@ class ExperimentRunner:
                 text = f"the code of {names} has changed since seed {seed} of {experiment.id} was computed"
                 warnings.warn(f"{text}: computed again", stacklevel=3)
                 del streams[seed]
-            elif self._settings.keep_outputs:
+            elif self.settings.keep_outputs:
                 try:
                     (record,) = Result(experiment, self.store.root, {seed: stream}).records()
                     has_outputs = record.outputs is not None
@@ -132,7 +128,7 @@ class ExperimentRunner:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(experiment.threads or torch.get_num_threads())
             net, method = in_precision(parts.net, parts.method, experiment.precision)
-            alone, keep = experiment.without_filter, self._settings.keep_outputs
+            alone, keep = experiment.without_filter, self.settings.keep_outputs
             fits = stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
             is_shared = self._sharing[alone.id] > 1 and fits and not keep
             rule = Pipeline.of(method).filter
@@ -185,7 +181,7 @@ class ExperimentRunner:
                     seed=experiment.seeds,
                     spec=experiment.json() | {"experiment": experiment.id},
                     checkpoint=path,
-                    every=self._settings.every,
+                    every=self.settings.every,
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
                     keep_outputs=keep_outputs,
                     progress=progress,
@@ -199,7 +195,7 @@ class ExperimentRunner:
     def _result(self, experiment: Experiment, records: list[Record], computer: dict[str, Any]) -> Result:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         common = {"machine": computer, "finished": now, **commit(), "code": component_digests(experiment)}
-        common |= {} if self._settings.command is None else {"command": list(self._settings.command)}
+        common |= {} if self.settings.command is None else {"command": list(self.settings.command)}
         streams = {}
         for record in records:
             seconds = metrics.seconds_per_image(record).item()
@@ -209,7 +205,7 @@ class ExperimentRunner:
 
     def _build(self, experiment: Experiment) -> Parts:
         """Build the components of an experiment that was read from plain data."""
-        e, workbench = experiment, self._workbench or Workbench(device=experiment.device, threads=experiment.threads)
+        e, workbench = experiment, self.workbench or Workbench(device=experiment.device, threads=experiment.threads)
         options: Any = {"seeds": e.seeds, "batch": e.batch, "precision": e.precision, "workbench": workbench}
         built = dataclasses.replace(
             Experiment.of(e.dataset, e.model, e.scenario, e.method, **options), threads=e.threads

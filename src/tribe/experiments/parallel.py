@@ -20,7 +20,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any
 
 from tribe.experiments.execution import EVERY, ExperimentRunner, RunSettings, in_groups
 from tribe.experiments.experiment import Experiment
@@ -95,20 +95,24 @@ def run_all(
     todo = in_groups(dict.fromkeys(requested))
     if retries < 0:
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
-    shared = SharedOptions(RunSettings(str(root), every, force, keep_outputs, command), workbench, progress)
+    settings = RunSettings(str(root), every, force, keep_outputs, command)
+    runner = ExperimentRunner(settings, workbench, todo if workers is None else ())
     if workers is None:
-        engine = Engine(shared, todo)
+        engine = Engine(runner, progress)
     else:
-        _refuse_custom(todo, root)
-        engine = PoolEngine(shared, workers) if isinstance(workers, int) else RayEngine(shared, workers, gpus)
+        _refuse_custom(todo, runner.store)
+        engine = (
+            PoolEngine(runner, progress, workers)
+            if isinstance(workers, int)
+            else RayEngine(runner, progress, workers, gpus)
+        )
     with contextlib.closing(engine):
         outcomes = _run_until_done(engine, todo, retries, done)
     return [outcomes[experiment] for experiment in requested]
 
 
-def _refuse_custom(experiments: Sequence[Experiment], root: str | PathLike[str]) -> None:
+def _refuse_custom(experiments: Sequence[Experiment], store: ResultStore) -> None:
     """Refuse experiments that have to be run and have custom components which workers do not get."""
-    store = ResultStore(root)
     for experiment in experiments:
         parts = {word: getattr(experiment, role) for role, word in NOT_SENT.items()}
         custom = [f"{word} {part.name}" for word, part in parts.items() if part.code or ":" in part.name]
@@ -122,29 +126,19 @@ def _refuse_custom(experiments: Sequence[Experiment], root: str | PathLike[str])
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-class SharedOptions(NamedTuple):
-    """Options that all experiments of a call share."""
-
-    settings: RunSettings
-    workbench: Workbench | None
-    progress: ExperimentProgress | None
-
-
 class Engine:
     """Runs experiments in this process; the others send them to workers, which report their progress into a queue."""
 
     slots = 1  # attempts at the same time
     queue: Any = None
 
-    def __init__(self, shared: SharedOptions, planned: Sequence[Experiment] = ()) -> None:
-        self._shared = shared
-        self._runner = ExperimentRunner(shared.settings, shared.workbench, planned)
+    def __init__(self, runner: ExperimentRunner, progress: ExperimentProgress | None) -> None:
+        self._runner, self._progress = runner, progress
         self._sent: dict[str, Experiment] = {}
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Begin an attempt; ``wait``: for another process that computes the same."""
-        progress = self._shared.progress
-        follow = None if progress is None else functools.partial(progress, experiment)
+        follow = None if self._progress is None else functools.partial(self._progress, experiment)
         future: Future[Reply] = Future()
         future.set_result(attempt(self._runner, experiment, wait, follow))
         return future
@@ -152,7 +146,7 @@ class Engine:
     def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
         """Return what a worker gets."""
         self._sent[experiment.id] = experiment
-        return make_job(experiment, self._shared.settings, self._shared.workbench, wait, node)
+        return make_job(experiment, self._runner.settings, self._runner.workbench, wait, node)
 
     def receive(self, reply: Reply) -> Reply:
         """Take the end of an attempt, whose result is in the store."""
@@ -166,8 +160,8 @@ class Engine:
                 name, *report = self.queue.get_nowait()
                 latest[name] = report
         for name, report in latest.items():
-            if self._shared.progress is not None:
-                self._shared.progress(self._sent[name], *report)
+            if self._progress is not None:
+                self._progress(self._sent[name], *report)
 
     def close(self) -> None:
         """Stop what is running."""
@@ -188,8 +182,8 @@ def _run_job_of_pool(job: ExperimentJob) -> Reply:
 class PoolEngine(Engine):
     """Runs experiments in a pool of processes on this machine."""
 
-    def __init__(self, shared: SharedOptions, workers: int) -> None:
-        super().__init__(shared)
+    def __init__(self, runner: ExperimentRunner, progress: ExperimentProgress | None, workers: int) -> None:
+        super().__init__(runner, progress)
         if workers < 1:
             raise ValueError(f"workers is how many processes run experiments, at least 1; got {workers}")
         context = get_context("spawn")
@@ -212,8 +206,10 @@ class RayEngine(Engine):
 
     slots = 2**20  # Ray queues tasks
 
-    def __init__(self, shared: SharedOptions, address: str, gpus: float) -> None:
-        super().__init__(shared)
+    def __init__(
+        self, runner: ExperimentRunner, progress: ExperimentProgress | None, address: str, gpus: float
+    ) -> None:
+        super().__init__(runner, progress)
         if gpus <= 0 or (gpus > 1 and gpus != int(gpus)):
             raise ValueError(f"gpus is a share of a GPU such as 0.25, or a whole number of them; got {gpus}")
         try:

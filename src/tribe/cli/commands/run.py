@@ -18,7 +18,7 @@ from tribe.cli.commands import app
 from tribe.cli.planning import Planner, file_name
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.parallel import Failure, run_all
+from tribe.experiments.parallel import run_all
 from tribe.experiments.provenance import machine
 from tribe.experiments.store import Result
 from tribe.experiments.workbench import MissingKnowledge
@@ -102,19 +102,13 @@ def _play(
 ) -> tuple[dict[str, Result], bool]:
     """Run the experiments; return the result of each method that finished, and whether Ctrl-C stopped the run."""
     names, stopped = {experiment: name for name, experiment in experiments.items()}, False
-    outcomes: dict[Experiment, Result | Failure] = {}
+    options: dict[str, Any] = {"force": force, "keep_outputs": logits, "command": ["tribe", *sys.argv[1:]]}
     with output.experiment_bars("run", len(names), names.__getitem__) as bars:
-
-        def done(experiment: Experiment, outcome: Result | Failure) -> None:
-            outcomes[experiment] = outcome
-            bars.done(experiment, outcome)
-
-        command = ["tribe", *sys.argv[1:]]
         try:
-            run_all(names, out, force=force, keep_outputs=logits, command=command, progress=bars.progress, done=done)
+            run_all(names, out, **options, progress=bars.progress, done=bars.done)
         except KeyboardInterrupt:
             stopped = True
-    results = {name: r for name, e in experiments.items() if isinstance(r := outcomes.get(e), Result)}
+    results = {name: bars.results[e] for name, e in experiments.items() if e in bars.results}
     if stopped:
         before = f" What was finished before ({', '.join(results)}) is in {out}." if results else ""
         output.note(f"stopped.{before} The same command goes on from here")
