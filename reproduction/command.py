@@ -22,7 +22,7 @@ from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Plan, select
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
-from tribe.cli.options import parse_overrides, parse_seeds
+from tribe.cli.options import DataRoot, Device, parse_overrides, parse_seeds
 from tribe.cli.output import experiment_bars, message_on_interrupt, messages, shown
 from tribe.cli.planning import make_workbench
 from tribe.core.precision import check_precision
@@ -68,8 +68,6 @@ Settings = Annotated[
         "any field: dataset.corruptions=fog, scenario.draw=paper, tribe.h0=0.1.",
     ),
 ]
-Data = Annotated[Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1; auto is a GPU where there is one.")]
 Workers = Annotated[
     str | None, typer.Option(help="Run side by side on Ray: a number of cores, `auto`, or the address of a cluster.")
 ]
@@ -90,7 +88,7 @@ def reproduce(
     beyond: Beyond = "time",
     seeds: Seeds = None,
     settings: Settings = None,
-    data: Data = None,
+    data: DataRoot = None,
     device: Device = "auto",
     workers: Workers = None,
     no_run: NoRun = False,

@@ -27,7 +27,10 @@ Model = Annotated[
 ]
 Weights = Annotated[
     Path | None,
-    typer.Option(help="Weights of the network.", show_default="in the package, or where `tribe train` writes them"),
+    typer.Option(
+        help="Weights of the network, safetensors or a state dict.",
+        show_default="in the package, or where `tribe train` writes them; a custom network has its own",
+    ),
 ]
 DataRoot = Annotated[
     Path | None, typer.Option(help="Root of the data sets.", show_default="$TRIBE_DATA or the cache directory")

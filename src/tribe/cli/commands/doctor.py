@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.options import AsJson, DataRoot, custom_network, parse_shape
+from tribe.cli.options import AsJson, DataRoot, Weights, custom_network, parse_shape
 from tribe.cli.output import fail, messages, print_json
 from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import build_dataset, restrict
@@ -36,7 +36,7 @@ def doctor(
             "without arguments that returns one."
         ),
     ],
-    weights: Annotated[Path | None, typer.Option(help="Weights to load first, safetensors or a state dict.")] = None,
+    weights: Weights = None,
     images: Annotated[
         Path | None,
         typer.Option(

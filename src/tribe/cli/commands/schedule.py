@@ -9,7 +9,7 @@ from rich.console import Console
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import DATASET, SCENARIO, component_name
-from tribe.cli.options import AsJson, DataRoot, parse_overrides
+from tribe.cli.options import AsJson, DataRoot, DatasetName, parse_overrides
 from tribe.cli.output import make_table, messages, print_json
 from tribe.data.scenarios import class_counts, digest, local_balance, save
 from tribe.experiments import plots
@@ -22,9 +22,7 @@ MOST = 20  # classes in a table
 @app.command()
 def schedule(
     scenario: Annotated[str, typer.Argument(help="Protocol, see `tribe list scenarios`, or file.py:Class.")],
-    dataset: Annotated[
-        str, typer.Option(help="Data set, see `tribe list datasets`, or file.py:Class.")
-    ] = "live-mnist-c",
+    dataset: DatasetName = "live-mnist-c",
     seed: Annotated[int, typer.Option(help="Seed of the stream.")] = 0,
     settings: Annotated[
         list[str] | None,

@@ -10,7 +10,7 @@ from torch import nn
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.options import Device, custom_network, parse_overrides
+from tribe.cli.options import Device, Model, Weights, custom_network, parse_overrides
 from tribe.cli.output import messages, print_message
 from tribe.core.precision import choose_device
 
@@ -21,12 +21,6 @@ NO_TOKENS = (
     "who may do what"
 )
 
-ModelName = Annotated[
-    str, typer.Option(help="Network: a name (`tribe list models`), timm/NAME, torchvision/NAME, or file.py:attribute.")
-]
-Weights = Annotated[
-    Path | None, typer.Option(help="Weights of the network.", show_default="in the package for compact")
-]
 MethodName = Annotated[
     str,
     typer.Option(help="How it adapts: a name (`tribe list methods`) or file.py:Class; tribe+time adds a time filter."),
@@ -57,7 +51,7 @@ Health = Annotated[
 
 @app.command()
 def serve(
-    model: ModelName = DIGITS[0],
+    model: Model = DIGITS[0],
     weights: Weights = None,
     method: MethodName = "tribe",
     data: Data = None,
