@@ -83,20 +83,12 @@ def train(
     save_every: float = SAVE_EVERY,
     on_epoch: Callable[[Entry], None] | None = None,
 ) -> Trained:
-    """Train a source network.
+    """Train a source network; a module is trained in place. The options are those of `train_command`.
 
     Args:
-        model: a name, as `tribe.models.create` takes it, or a network, which is trained in place.
         dataset: a name, or a pair of data sets: training images, test images.
-        recipe: the hyper-parameters, or the name of a preset of the data set.
-        data: root of the data sets.
         out: a .safetensors file for the weights; beside it a card (.json) and, while training, a checkpoint
             (.checkpoint). None: nothing is written.
-        resume: continue from the checkpoint, if there is one.
-        force: replace weights and a checkpoint that exist.
-        seed: of initial weights, order and augmentation.
-        device: "auto", "cpu", "cuda", "cuda:1".
-        precision: "float32" (IEEE's), "tf32" or "bf16"; "auto" is bf16 on GPUs that have it, else float32.
         save_every: seconds between checkpoints at least; they are written at the end of an epoch.
         on_epoch: called with an entry of the history after each epoch.
     """

@@ -9,9 +9,9 @@ from tribe.experiments.record import Record, Trace, Watched
 from tribe.experiments.sweep import (
     SCORES,
     SweepRow,
-    best_by_labels,
     best_by_score,
     default_score,
+    lowest,
     make_axes,
     mean_over_seeds,
     points_of,
@@ -57,9 +57,10 @@ def test_scores_by_hand():
     found = {name: score.of(full) for name, score in SCORES.items()}
     assert found == pytest.approx({"estimate": 0.7, "agreement": 0.75, "entropy": 0.2, "confidence": 0.75})
     bare = {name: score.of(record()) for name, score in SCORES.items()}
-    assert bare == {"estimate": None, "agreement": None, "entropy": None, "confidence": pytest.approx(0.75)}
+    missing = dict.fromkeys(("estimate", "agreement", "entropy"), math.nan)
+    assert bare == pytest.approx(missing | {"confidence": 0.75}, nan_ok=True)
     blind = record(watched=watched._replace(accuracy=ones * math.nan))
-    assert SCORES["estimate"].of(blind) is None, "without a calibration"
+    assert math.isnan(SCORES["estimate"].of(blind)), "without a calibration"
 
 
 class Played:
@@ -70,20 +71,20 @@ class Played:
 
 
 def row(error, **scores):
-    return SweepRow({}, Played(error), {**dict.fromkeys(SCORES), **scores})
+    return SweepRow({}, Played(error), {**dict.fromkeys(SCORES, math.nan), **scores})
 
 
 def test_the_best_point_with_labels_and_without():
     rows = [
         row(0.3, entropy=0.2, confidence=0.9),
         row(0.2, entropy=0.4, confidence=0.8),
-        SweepRow({}, None, dict.fromkeys(SCORES)),
+        SweepRow({}, None, dict.fromkeys(SCORES, math.nan)),
     ]
-    assert best_by_labels(rows) is rows[1]
+    assert lowest(rows, lambda row: row.error) is rows[1]
     assert best_by_score(rows, "entropy") is rows[0], "lower is better"
     assert best_by_score(rows, "confidence") is rows[0], "higher is better"
     assert best_by_score(rows, "estimate") is None
-    assert best_by_labels([row(math.nan)]) is None, "without labels"
+    assert lowest([row(math.nan)], lambda row: row.error) is None, "without labels"
 
 
 def test_the_score_is_the_first_that_all_have_and_that_tells_points_apart():
@@ -98,4 +99,4 @@ def test_the_number_of_predicted_classes_shows_a_collapse():
     half = record()._replace(prediction=torch.tensor([0, 2, 2, 0]))
     assert predicted_classes(half) == pytest.approx(2)
     assert mean_over_seeds([record(), half], predicted_classes) == pytest.approx(1.5)
-    assert mean_over_seeds([], predicted_classes) is None
+    assert math.isnan(mean_over_seeds([], predicted_classes))

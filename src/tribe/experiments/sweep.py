@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from tribe.experiments.parallel import Failure
 from tribe.experiments.record import Record
 from tribe.experiments.store import Result
@@ -93,12 +91,10 @@ class SweepScore(NamedTuple):
     part: Literal["watched", "trace"] | None  # of the record; None: the record itself
     column: str
 
-    def of(self, record: Record) -> float | None:
-        """Return the mean of the finite values; None if there are none."""
+    def of(self, record: Record) -> float:
+        """Return the mean of the values; NaN if there are none."""
         part = record if self.part is None else getattr(record, self.part)
-        values = torch.empty(0) if part is None else getattr(part, self.column).double()
-        mean = float(values.nanmean()) if len(values) else math.nan
-        return mean if math.isfinite(mean) else None
+        return math.nan if part is None else float(getattr(part, self.column).double().nanmean())
 
 
 SCORES = {
@@ -112,20 +108,18 @@ SCORES = {
 }
 
 
-def predicted_classes(record: Record) -> float | None:
+def predicted_classes(record: Record) -> float:
     """Return the effective number of predicted classes: e to the entropy of their shares. 1: a collapse.
 
     It is not a score: how many classes a stream shows is not known without labels.
     """
     shares = record.prediction.bincount().double() / max(len(record.prediction), 1)
-    return float((-shares * shares.clamp_min(1e-300).log()).sum().exp()) if len(record.prediction) else None
+    return float((-shares * shares.clamp_min(1e-300).log()).sum().exp())
 
 
-def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float | None]) -> float | None:
-    """Return the mean of a number over records; None if there are none, or one does not have it."""
-    values = [of(record) for record in records]
-    numbers = [value for value in values if value is not None]
-    return math.fsum(numbers) / len(numbers) if numbers and len(numbers) == len(values) else None
+def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float]) -> float:
+    """Return the mean of a number over records; NaN if there are none, or one does not have it."""
+    return math.fsum(map(of, records)) / len(records) if records else math.nan
 
 
 # -- the outcome ------------------------------------------------------------------------------------------------------
@@ -137,21 +131,20 @@ class SweepRow:
 
     point: Point
     result: Result | None
-    scores: Mapping[str, float | None]  # of SCORES, by name
+    scores: Mapping[str, float]  # of SCORES, by name; NaN where the records do not hold it
     reason: str = ""
-    classes: float | None = None  # see `predicted_classes`
+    classes: float = math.nan  # see `predicted_classes`
 
     @property
-    def error(self) -> float | None:
-        """The mean instance error over the seeds; None without labels."""
-        error = math.nan if self.result is None else self.result.error()
-        return error if math.isfinite(error) else None
+    def error(self) -> float:
+        """The mean instance error over the seeds; NaN without labels."""
+        return math.nan if self.result is None else self.result.error()
 
 
 def make_row(point: Point, outcome: Result | Failure) -> SweepRow:
     """Return the row of a point."""
     if isinstance(outcome, Failure):
-        return SweepRow(point, None, dict.fromkeys(SCORES), outcome.reason)
+        return SweepRow(point, None, dict.fromkeys(SCORES, math.nan), outcome.reason)
     records = outcome.records() if outcome.has_records else []
     scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
     return SweepRow(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
@@ -162,19 +155,17 @@ def default_score(rows: Sequence[SweepRow]) -> str:
     played = [row for row in rows if row.result is not None]
     for name in SCORES:
         values = [row.scores[name] for row in played]
-        if None not in values and len(set(values)) > 1:
+        if not any(map(math.isnan, values)) and len(set(values)) > 1:
             return name
     return "confidence"
+
+
+def lowest(rows: Sequence[SweepRow], of: Callable[[SweepRow], float]) -> SweepRow | None:
+    """Return the point with the lowest number; None if no point has it."""
+    return min((row for row in rows if not math.isnan(of(row))), key=of, default=None)
 
 
 def best_by_score(rows: Sequence[SweepRow], name: str) -> SweepRow | None:
     """Return the best point without labels; None if no result has the score."""
     sign = 1 if SCORES[name].better == "lower" else -1
-    scored = [(sign * value, row) for row in rows if (value := row.scores[name]) is not None]
-    return min(scored, key=lambda pair: pair[0])[1] if scored else None
-
-
-def best_by_labels(rows: Sequence[SweepRow]) -> SweepRow | None:
-    """Return the point with the lowest error; None without labels."""
-    errors = [(error, row) for row in rows if (error := row.error) is not None]
-    return min(errors, key=lambda pair: pair[0])[1] if errors else None
+    return lowest(rows, lambda row: sign * row.scores[name])

@@ -4,6 +4,7 @@ Each point is an `Experiment`, whose result is in the store, as those of `tribe 
 again, and a sweep that was stopped goes on.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tribe import methods
@@ -206,7 +206,7 @@ def _choose(rows: Sequence[SweepRow], score: str) -> BestPoints:
     streams = len({canonical([spec[part] for part in STREAM]) for spec in specs})
     if streams > 1:
         return BestPoints(name, None, None, streams)
-    return BestPoints(name, grids.best_by_score(rows, name), grids.best_by_labels(rows), streams)
+    return BestPoints(name, grids.best_by_score(rows, name), grids.lowest(rows, lambda row: row.error), streams)
 
 
 def _show(
@@ -215,7 +215,9 @@ def _show(
     """Print the table and the best points; write the summary and the heat maps."""
     best = _choose(rows, score)
     wide = console if json_file == "-" else output.wide_console()
-    wide.print(_table(plan, rows, best))
+    *errors, time = output.HEADER
+    cells = ([*map(str, row.point.values()), *_cells(row, best)] for row in rows)
+    wide.print(output.make_table(plan.places, [*errors, best.column, "classes predicted", time], cells))
     for line in _lines(rows, best):
         wide.print(printable(line), soft_wrap=True, markup=False, highlight=False)
     path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
@@ -251,21 +253,15 @@ def _plain_row(row: SweepRow) -> dict[str, Any]:
     return {**spec, **numbers, "predicted_classes": row.classes, "scores": row.scores}
 
 
-def _table(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> Table:
-    errors, time = output.HEADER[:2], output.HEADER[2]
-    cells = ([*map(str, row.point.values()), *_cells(row, best)] for row in rows)
-    return output.make_table(plan.places, [*errors, best.column, "classes predicted", time], cells)
-
-
 def _cells(row: SweepRow, best: BestPoints) -> list[str | Text]:
     if row.result is None:
         return ["failed", "", "", "", ""]
     instance, category, time = output.result_cells(row.result)
     value = row.scores[best.score]
-    score = Text("none" if value is None else f"{value:.4f}")
+    score = Text("none" if math.isnan(value) else f"{value:.4f}")
     instance.stylize("bold" if row is best.with_labels else "")
     score.stylize("bold" if row is best.without_labels else "")
-    return [instance, category, score, "" if row.classes is None else f"{row.classes:.1f}", time]
+    return [instance, category, score, "" if math.isnan(row.classes) else f"{row.classes:.1f}", time]
 
 
 def _lines(rows: Sequence[SweepRow], best: BestPoints) -> list[str]:
@@ -274,11 +270,11 @@ def _lines(rows: Sequence[SweepRow], best: BestPoints) -> list[str]:
         return [f"no best point: the points were played on {best.streams} different streams"]
     lines, score = [], SCORES[best.score]
     if (chosen := best.without_labels) is not None:
-        error = "" if chosen.error is None else f": error {100 * chosen.error:.2f} %"
+        error = "" if math.isnan(chosen.error) else f": error {100 * chosen.error:.2f} %"
         lines.append(f"best without labels, by {best.score} ({score.words}): {_words(chosen.point)}{error}")
     else:
         lines.append(f"no best point without labels: the records do not hold {best.score} ({score.words})")
-    if (oracle := best.with_labels) is not None and oracle.error is not None:
+    if (oracle := best.with_labels) is not None:
         same = "the same point" if oracle is chosen else _words(oracle.point)
         lines.append(f"best with labels: {same}: error {100 * oracle.error:.2f} %")
     return lines
@@ -289,14 +285,10 @@ def _draw(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints, path: Pat
     across, others = plan.axes[-1], plan.axes[:-1]
     downwards = others[0].labels() if len(others) == 1 else [_words(point) for point in grids.points_of(others)]
     columns = {
-        "instance error, %": [None if row.error is None else 100 * row.error for row in rows],
-        best.column: [row.scores[best.score] for row in rows],
+        "instance error, %": torch.tensor([100 * row.error for row in rows]),
+        best.column: torch.tensor([row.scores[best.score] for row in rows]),
     }
-    maps = {
-        title: torch.tensor([float("nan") if value is None else value for value in values]).view(len(downwards), -1)
-        for title, values in columns.items()
-        if any(value is not None for value in values)
-    }
+    maps = {name: values.view(len(downwards), -1) for name, values in columns.items() if not values.isnan().all()}
     marks = {"best without labels": best.without_labels, "best with labels": best.with_labels}
     chosen = {name: divmod(rows.index(row), len(across.values)) for name, row in marks.items() if row is not None}
     names = across.name, others[0].name if len(others) == 1 else ""
