@@ -1,7 +1,6 @@
 import dataclasses
 import inspect
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,17 +74,6 @@ def call(folder, monkeypatch):
     return lambda *args: CliRunner().invoke(app, list(map(str, args)), prog_name="tribe")
 
 
-def shell(*args, cwd=None, code=("-m", "tribe")):
-    done = subprocess.run(
-        [sys.executable, *code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
 def refused(result, *words):
     """Whether a command printed one error message on stderr and exited with 2, without a traceback."""
     assert result.exit_code == 2, result.output
@@ -102,7 +90,7 @@ def refused(result, *words):
 
 
 def test_version():
-    assert shell("--version") == (0, f"tribe {tribe.__version__}\n", "")
+    assert ended("-m", "tribe", "--version") == (0, f"tribe {tribe.__version__}\n", "")
 
 
 def test_every_option_has_help():
@@ -145,7 +133,8 @@ for missing in ("rich", "typer"):
 sys.modules["typer"] = None
 main()
 """
-    assert shell(code=("-c", code)) == (1, f"[]\n{MISSING}\n{MISSING}\n", MISSING + "\n")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, f"[]\n{MISSING}\n{MISSING}\n", MISSING + "\n")
 
 
 # -- list --------------------------------------------------------------------------------------------------------------

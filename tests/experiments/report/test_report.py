@@ -322,13 +322,6 @@ def test_the_spec_is_there_word_for_word(tmp_path):
     assert json.loads(html.unescape(spec)) == {k: v for k, v in made.spec.items() if k != "seed"}
 
 
-def test_a_calibration_is_named_by_the_beginning_of_its_digest(tmp_path):
-    made = record("tribe+watch", fields={"calibration": {"knowledge": "e2b236fe54ef00fb94dadc7b766440d2"}})
-    page = page_of(keep(tmp_path / "runs", r=made))
-    assert "calibration e2b236fe" in page.text
-    assert "calibration e2b236fe5" not in page.text
-
-
 @pytest.mark.parametrize("odd", [None, 3, "", [], {}, {"name": 3}, {"name": "tribe", "fields": [1]}, [[{}]], 1e400])
 def test_specs_of_any_form_are_shown(tmp_path, odd):
     keys = ("method", "dataset", "model", "scenario", "batch", "fields", "seed", "threads", "experiment")
