@@ -24,8 +24,6 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy
 from tribe.core.rules import Frozen
 from tribe.core.validation import good_images
-from tribe.data import corruptions as corrupting
-from tribe.data import scenarios
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
@@ -281,6 +279,8 @@ class Plan(NamedTuple):
 
 def choose_conditions(shape: Sequence[int], names: Sequence[str] | None) -> list[Condition]:
     """The corruptions and severities that are played, for images (C, H, W); None: all corruptions of their family."""
+    from tribe.data import corruptions as corrupting  # not imported with `tribe`: an adapter does not need it
+
     family = corrupting.family_for(shape)
     known = corrupting.names(family)
     chosen = tuple(known) if names is None else tuple(names)
@@ -309,6 +309,8 @@ def side_by_side(plans: Sequence[Plan]) -> list[list[Plan]]:
 
 def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> Plan:
     """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement."""
+    from tribe.data import scenarios  # not imported with `tribe`
+
     draw = torch.Generator().manual_seed(seed)
     count = min(MIXED if order == "iid" else STRETCH, len(labels))
     present, class_number = labels.unique(return_inverse=True)
@@ -327,6 +329,8 @@ def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int
 
 def corrupt_images(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
     """Images by their numbers (N,), each under its condition."""
+    from tribe.data import corruptions as corrupting  # not imported with `tribe`
+
     x = images[number]
     for name, severity in set(conditions):
         if severity:
