@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tribe.serve import errors, plain, protocol
-from tribe.serve.errors import BadRequest, NotFound, ServeError
+from tribe.serve.errors import EXPECTED, BadRequest, NotFound, as_serve_error
 from tribe.serve.protocol import VERSION
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
@@ -76,10 +76,9 @@ class App(Starlette):
 
     def __init__(self, service: Service) -> None:
         self.handlers = handlers = Handlers(service)
-        kinds = (ServeError, ClientDisconnect, HTTPException, Exception)
         super().__init__(
             routes=_routes(handlers),
-            exception_handlers=dict.fromkeys(kinds, handlers.error),
+            exception_handlers=dict.fromkeys((*EXPECTED, ClientDisconnect, HTTPException, Exception), handlers.error),
             lifespan=lambda _: service.running(),
         )
         self.router.redirect_slashes = False
@@ -220,10 +219,7 @@ class Handlers:
         if "model" in names:
             self.model.check(names["model"], names.get("version", VERSION))
         if "stream" in names:
-            try:
-                check_stream_name(names["stream"])
-            except ValueError as error:
-                raise BadRequest(str(error)) from None
+            check_stream_name(names["stream"])
 
     async def error(self, request: Request, error: Exception) -> Response:
         """Answer an error of a handler or of routing; uvicorn drops the rest of the body and logs an unexpected one."""
@@ -233,15 +229,13 @@ class Handlers:
             allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
             error = errors.WrongMethod(f"{path!r} has no {request.method}; expected {allowed}", allowed)
         elif isinstance(error, HTTPException):
-            words = f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there"
-            error = NotFound(words)
-        elif not isinstance(error, ServeError | ClientDisconnect):
-            error = ServeError(errors.UNEXPECTED)
-        if isinstance(error, ServeError):
+            error = NotFound(f"no path {path!r}; docs/serving.md lists them, and GET /v2 says that the server is there")
+        if isinstance(error, ClientDisconnect):
+            response = Response(status_code=499)  # it is counted; nothing is sent
+        else:
+            error = as_serve_error(error)
             response = as_json({"error": str(error)}, error.status)
             response.headers.update(error.headers)
-        else:
-            response = Response(status_code=499)  # it is counted; nothing is sent
         if "expect" in request.headers:  # the client may not send the body that it announced
             response.headers["connection"] = "close"
         self.responses.labels(response.status_code).inc()
@@ -291,31 +285,44 @@ class Handlers:
         """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
         query = _query(request, StreamsQuery)
         answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
-        answer["streams"] = self.service.describe_all(request.user)
+        found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
+        answer["streams"] = [self._with_thumbnail(each) for each in found]
         if query.stored:
-            answer["stored"] = await self.service.stored(request.user)
+            answer["stored"] = sorted(await self.worker.stored(request.user.token.streams))
         return as_json(answer)
 
     async def stream(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}."""
-        return as_json(self.service.describe(request.path_params["stream"], request.user))
+        name = request.path_params["stream"]
+        request.user.check("see", name)
+        return as_json(self._with_thumbnail(self.worker.stream(name)))
+
+    def _with_thumbnail(self, description: dict[str, Any]) -> dict[str, Any]:
+        frame = self.service.thumbnails.get(description["name"])
+        return description if frame is None else description | {"thumbnail": frame.number}
 
     async def control(self, request: Request, action: str) -> Response:
         """Answer PUT and DELETE /v1/streams/{stream}, and POST of an action on it.
 
         The body of a rollback is nothing, or {"to": 120}: the clock of a snapshot.
         """
-        arguments = {}
+        name, arguments = request.path_params["stream"], {}
+        request.user.check(action, name)
         if request.method == "POST":
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
                 arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
-        return as_json(await self.service.control(action, request.path_params["stream"], request.user, **arguments))
+        if action == "create":
+            await self.service.admit(name, request.user)
+        elif action in ("drop", "end"):
+            self.service.thumbnails.drop(name)
+        return as_json(await self.worker.control(action, name, **arguments))
 
     async def get_state(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""
         name = request.path_params["stream"]
-        content = await self.service.get_state(name, request.user)
+        request.user.check("get_state", name)
+        content = await self.worker.control.get_state(name)
         shown = {"content-disposition": f'attachment; filename="{name}.safetensors"'}
         return Response(content, headers=shown, media_type=plain.SAFETENSORS)
 
@@ -326,7 +333,11 @@ class Handlers:
         async with self.bodies.read(request, self.limits.state, self.limits.state_seconds) as body:
             content = await asyncio.to_thread(bytes, body)
             del body
-            return as_json(await self.service.put_state(name, content, request.user))
+            await self.service.admit(name, request.user)
+            try:
+                return as_json(await self.worker.control("put_state", name, data=content))
+            except ValueError as error:  # the state does not fit
+                raise errors.Conflict(str(error)) from error
 
     async def thumbnail(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""
@@ -334,7 +345,7 @@ class Handlers:
         request.user.check("see", name)
         if not thumbnails.limit:
             raise NotFound("this server keeps no thumbnails; tribe serve --set limits.thumbnails=33554432 keeps 32 MB")
-        self.service.describe(name, request.user)
+        self.worker.stream(name)
         if (frame := thumbnails.get(name)) is None:
             raise NotFound(f"no thumbnail of stream {name!r}: it has had no request, or its frame was dropped")
         content = await asyncio.to_thread(frame.encode)

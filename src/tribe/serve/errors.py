@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
-from tribe.streams import UnknownStream as UnknownStream
+import torch
 
-UNEXPECTED = "an unexpected error in the server; its log says more"
+from tribe.serve.store import StoreDamaged
+from tribe.streams import UnknownStream as UnknownStream
 
 
 class ServeError(Exception):
@@ -104,3 +105,24 @@ class NotOwner(Conflict):
 
 class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
+
+
+EXPECTED = (ServeError, UnknownStream, ValueError, OSError, torch.OutOfMemoryError)
+
+
+def as_serve_error(error: Exception) -> ServeError:
+    """Return an error of the worker, the network or the store as clients get it; others than `EXPECTED` say nothing."""
+    match error:
+        case ServeError():
+            return error
+        case UnknownStream():
+            return NotFound(str(error))
+        case StoreDamaged():
+            return ServeError(str(error))
+        case ValueError():
+            return BadInput(str(error))
+        case torch.OutOfMemoryError():
+            return Unavailable(f"not enough memory for this request: {error}. Send fewer images")
+        case OSError():  # the store fails
+            return Unavailable(str(error))
+    return ServeError("an unexpected error in the server; its log says more")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.data.images import require_pillow
 from tribe.serve import protocol
-from tribe.serve.errors import BadInput, BadRequest, TooLarge, WrongType
+from tribe.serve.errors import BadInput, TooLarge, WrongType
 from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
 from tribe.streams.names import check_request_id
 
@@ -56,10 +56,7 @@ def decode_predict(
         values = _read_npy(body) if kind == NPY else _read_safetensors(body)
         model.check_images(tuple(values.shape))
         images = protocol.as_images(values)
-    try:
-        checked = check_request_id(id) if id else None
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    checked = check_request_id(id) if id else None
     return InferRequest(images, stream, checked, timeout=options.timeout, learn=options.learn)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tribe.serve import protocol
-from tribe.serve.errors import UNEXPECTED, BadInput, BadRequest, ServeError
+from tribe.serve.errors import EXPECTED, BadInput, BadRequest, as_serve_error
 from tribe.serve.protocol import VERSION, InferHead, InferRequest, convert, infer_request
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
@@ -98,13 +98,13 @@ class Calls:
         async def run(request: Any, context: Any) -> Any:
             try:
                 return await function(request, context)
-            except ServeError as error:
-                await context.abort(grpc.StatusCode[error.code], str(error), tuple(error.headers.items()))
-            except (asyncio.CancelledError, grpc.aio.AbortError):
+            except grpc.aio.AbortError:
                 raise
-            except Exception:
-                log.exception("an unexpected error in %s", function.__name__)
-                await context.abort(grpc.StatusCode.INTERNAL, UNEXPECTED)
+            except Exception as error:
+                if not isinstance(error, EXPECTED):
+                    log.exception("an unexpected error in %s", function.__name__)
+                known = as_serve_error(error)
+                await context.abort(grpc.StatusCode[known.code], str(known), tuple(known.headers.items()))
 
         return run
 
@@ -119,9 +119,9 @@ class Calls:
             try:
                 user, stream = self._caller(context)
                 answer = messages.ModelStreamInferResponse(infer_response=await self._infer(request, user, stream))
-            except ServeError as error:
-                named = messages.ModelInferResponse(id=request.id)
-                answer = messages.ModelStreamInferResponse(error_message=str(error), infer_response=named)
+            except EXPECTED as error:
+                named, words = messages.ModelInferResponse(id=request.id), str(as_serve_error(error))
+                answer = messages.ModelStreamInferResponse(error_message=words, infer_response=named)
             yield answer
 
     def _caller(self, context: Any) -> tuple[Principal, str | None]:

@@ -2,21 +2,20 @@
 
 import io
 import logging
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.images import require_pillow
 from tribe.serve.config import Limits
-from tribe.serve.errors import BadInput, Conflict, NotFound, ServeError, TooMany, Unavailable
+from tribe.serve.errors import NotFound, TooMany, Unavailable
 from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
 from tribe.serve.security import Access, Principal
-from tribe.serve.store import StoreDamaged, StreamStore
+from tribe.serve.store import StreamStore
 from tribe.serve.worker import Worker
 
 SIDE = 96  # most pixels of a thumbnail's side
@@ -113,10 +112,9 @@ class Service:
         if stream is not None:
             user.check("create" if request.start else "end" if request.end else "predict", stream)
             if user.token.most_streams is not None or not user.can("create"):
-                await self._admit(stream, user)
-            learn = learn and user.can("learn") and user.may_learn(len(images))
-        with translated():
-            result = await self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
+                await self.admit(stream, user)
+            learn = learn and user.may_learn(len(images))
+        result = await self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
         if stream is not None and request.end:
             self.thumbnails.drop(stream)
             try:
@@ -128,11 +126,11 @@ class Service:
             self.thumbnails.update_from(stream, images)
         return result
 
-    async def _admit(self, stream: str, user: Principal) -> None:
+    async def admit(self, stream: str, user: Principal) -> None:
         """Raise for a stream that does not exist, if the token may not create it or has as many as it may."""
         if stream in self.worker.sessions.by_name:
             return
-        names = {*filter(user.can_access, self.worker.sessions.by_name), *await self.stored(user)}
+        names = {*filter(user.can_access, self.worker.sessions.by_name), *await self.worker.stored(user.token.streams)}
         if stream in names:
             return
         if not user.can("create"):
@@ -142,69 +140,3 @@ class Service:
                 f"the token {user.token.name!r} has {len(names)} streams, as many as it may; delete one with "
                 "DELETE /v1/streams/NAME first"
             )
-
-    async def control(self, action: Any, stream: str, user: Principal, **arguments: Any) -> dict[str, Any]:
-        """Create, end, reset, freeze, unfreeze, snapshot, roll back or drop a stream."""
-        user.check(action, stream)
-        if action == "create":
-            await self._admit(stream, user)
-        elif action in ("drop", "end"):
-            self.thumbnails.drop(stream)
-        with translated():
-            return await self.worker.control(action, stream, **arguments)
-
-    def describe(self, stream: str, user: Principal) -> dict[str, Any]:
-        """Return the description of a stream."""
-        user.check("see", stream)
-        with translated():
-            return self._with_thumbnail(self.worker.stream(stream))
-
-    def describe_all(self, user: Principal) -> list[dict[str, Any]]:
-        """Return the descriptions of the streams of a token."""
-        return [self._with_thumbnail(each) for each in self.worker.streams() if user.can_access(each["name"])]
-
-    def _with_thumbnail(self, description: dict[str, Any]) -> dict[str, Any]:
-        frame = self.thumbnails.get(description["name"])
-        return description if frame is None else description | {"thumbnail": frame.number}
-
-    async def stored(self, user: Principal) -> list[str]:
-        """Return the names of the token's streams in the store."""
-        with translated():
-            return sorted(await self.worker.stored(user.token.streams))
-
-    async def get_state(self, stream: str, user: Principal) -> bytes:
-        """Return the state file of a stream."""
-        user.check("get_state", stream)
-        with translated():
-            return await self.worker.control.get_state(stream)
-
-    async def put_state(self, stream: str, data: bytes, user: Principal) -> dict[str, Any]:
-        """Replace the state of a stream; a state that does not fit is a conflict."""
-        await self._admit(stream, user)
-        try:
-            with translated():
-                return await self.worker.control("put_state", stream, data=data)
-        except BadInput as error:
-            raise Conflict(str(error)) from error
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """Raise errors of the worker as a `ServeError`."""
-    try:
-        yield
-    except LookupError as error:
-        raise NotFound(_message(error)) from error
-    except StoreDamaged as error:
-        raise ServeError(_message(error)) from error
-    except (ValueError, TypeError) as error:
-        raise BadInput(_message(error)) from error
-    except torch.OutOfMemoryError as error:
-        raise Unavailable(f"not enough memory for this request: {_message(error)}. Send fewer images") from error
-    except OSError as error:  # the store fails
-        raise Unavailable(_message(error)) from error
-
-
-def _message(error: BaseException) -> str:
-    """Return the message of an error; ``str`` of a KeyError is its repr."""
-    return str(error.args[0]) if len(error.args) == 1 else str(error)
