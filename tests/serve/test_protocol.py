@@ -43,7 +43,15 @@ def in_json(**changes):
 
 
 def read(body, length=None, stream=None):
-    return protocol.decode_infer(body, length, MODEL, stream)
+    return answered(protocol.decode_infer, body, length, MODEL, stream)
+
+
+def answered(decode, *arguments):
+    """The result of a function, or its error as clients get it."""
+    try:
+        return decode(*arguments)
+    except errors.EXPECTED as error:
+        raise errors.as_serve_error(error) from error
 
 
 # -- what is read ------------------------------------------------------------------------------------------------------
@@ -238,7 +246,7 @@ def test_a_busy_server_says_when_to_try_again_in_whole_seconds():
 
 
 def plainly(body, kind="", query=None, max_pixels=10**6, model=MODEL):
-    return plain.decode_predict(bytearray(body), kind, query or {}, model, max_pixels, "cam")
+    return answered(plain.decode_predict, bytearray(body), kind, query or {}, model, max_pixels, "cam")
 
 
 def test_a_picture_is_read_with_its_exact_pixels():

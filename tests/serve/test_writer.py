@@ -128,7 +128,7 @@ def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_
         if len(calls) == 2:  # the state was captured
             store.release(session.claim)
             session.claim = store.claim("cam0", "me", 60)
-            session.touch(9.0)
+            session.dirty_since = 9.0
         return function()
 
     writer = new_writer(store, run)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,7 +22,6 @@ from tribe.serve.protocol import VERSION
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
 
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 LARGE, LARGE_JSON = 2**20, 2**16  # bytes that are decoded in a thread, so that the event loop goes on
@@ -262,7 +261,7 @@ class Handlers:
     async def predict(self, request: Request) -> Response:
         """Answer POST /v1/predict and /v1/streams/{stream}/predict; a stream begins with its first images."""
         arrived = asyncio.get_running_loop().time()
-        headers, query = request.headers, _single(request)
+        headers, query = request.headers, _query(request)
         kind, id = headers.get("content-type", ""), headers.get("x-request-id")
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             options = kind, query, self.model, self.limits.pixels, request.path_params.get("stream"), id
@@ -283,7 +282,7 @@ class Handlers:
 
     async def streams(self, request: Request) -> Response:
         """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
-        query = _query(request, StreamsQuery)
+        query = msgspec.convert(_query(request), StreamsQuery, strict=False)
         answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
         found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
         answer["streams"] = [self._with_thumbnail(each) for each in found]
@@ -311,7 +310,7 @@ class Handlers:
         if request.method == "POST":
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
-                arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
+                arguments = msgspec.structs.asdict(decoder.decode(body.strip() or b"{}"))
         if action == "create":
             await self.service.admit(name, request.user)
         elif action in ("drop", "end"):
@@ -371,7 +370,8 @@ class Handlers:
             raise errors.Forbidden(
                 f"the token {token.name!r} is for some streams; GET /metrics needs one for all streams"
             )
-        return Response(self.worker.metrics_text(_query(request, MetricsQuery).streams), media_type=METRICS)
+        query = msgspec.convert(_query(request), MetricsQuery, strict=False)
+        return Response(self.worker.metrics_text(query.streams), media_type=METRICS)
 
     async def page(self, request: Request) -> Response:
         """Answer GET /, /page.css and /page.js: the page for people."""
@@ -379,13 +379,9 @@ class Handlers:
         return Response(self._page[path], headers=PAGE_HEADERS, media_type=PAGE[path][1])
 
 
-def _single(request: Request) -> dict[str, str]:
+def _query(request: Request) -> dict[str, str]:
     """Return the query of a URL, each parameter once."""
     query = request.query_params
     if len(query.multi_items()) > len(query):
         raise BadRequest("the URL gives a parameter twice; expected each once")
     return dict(query)
-
-
-def _query(request: Request, kind: type[T]) -> T:
-    return protocol.convert(_single(request), kind, "the query of the URL", strict=False)

@@ -172,8 +172,8 @@ class Controls:
             change()
             return read_reports(self.fleet, [session.name])[session.name]
 
-        session.note_report(await self.runtime.run("states", change_and_report))
-        session.touch(self.runtime.clock())
+        report = await self.runtime.run("states", change_and_report)
+        session.note_report(report, changed=self.runtime.clock())
 
     async def get_state(self, stream: str) -> bytes:
         """Return the state file of a stream: of this moment if it is here, else as stored."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import ClassVar
 
+import msgspec
 import torch
 
 from tribe.serve.store import StoreDamaged
@@ -107,7 +108,10 @@ class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
-EXPECTED = (ServeError, UnknownStream, ValueError, OSError, torch.OutOfMemoryError)
+EXPECTED = (
+    *(ServeError, UnknownStream, msgspec.MsgspecError, RecursionError, ValueError, OSError, torch.OutOfMemoryError),
+)
+SEE = "See the section Protocol of docs/serving.md"
 
 
 def as_serve_error(error: Exception) -> ServeError:
@@ -119,6 +123,8 @@ def as_serve_error(error: Exception) -> ServeError:
             return NotFound(str(error))
         case StoreDamaged():
             return ServeError(str(error))
+        case msgspec.MsgspecError() | RecursionError():  # the latter: deeply nested JSON
+            return BadRequest(f"the JSON or the query of the request cannot be read: {error}. {SEE}")
         case ValueError():
             return BadInput(str(error))
         case torch.OutOfMemoryError():

@@ -48,9 +48,9 @@ class Metrics:
         self._labels = dict(zip(COMMON, self._common, strict=True))
         requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
         self.requests = {outcome: requests.labels(*self._common, outcome) for outcome in (*ANSWERED, *REASONS)}
-        self._images = 0  # in requests that were answered
-        self._queue = self._histogram("tribe_queue_seconds", "Time that requests waited for their batch.")
-        self._request = self._histogram("tribe_request_seconds", "Time from the arrival of a request to its answer.")
+        self.images = 0  # in requests that were answered
+        self.queue_seconds = self._histogram("tribe_queue_seconds", "Time that requests waited for their batch.")
+        self.request_seconds = self._histogram("tribe_request_seconds", "Time from arrival of a request to its answer.")
         self.step_seconds = self._histogram("tribe_step_seconds", "Duration of steps.")
         self.predict_seconds = self._histogram("tribe_predict_seconds", "Duration of predictions.")
         self.batch_streams = self._histogram("tribe_batch_streams", "Streams in a step.", COUNTS)
@@ -73,13 +73,6 @@ class Metrics:
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, words, COMMON, buckets=buckets, registry=self.registry).labels(*self._common)
-
-    def answered(self, outcome: str, images: int, arrived: float, launched: float, now: float) -> None:
-        """Count a request that was answered; ``outcome`` is one of `ANSWERED`."""
-        self._images += images
-        self.requests[outcome].inc()
-        self._request.observe(now - arrived)
-        self._queue.observe(launched - arrived)
 
     def alarm_began(self, kind: str) -> None:
         """Count an alarm."""
@@ -127,7 +120,7 @@ class Metrics:
         answered = sum(self.total("tribe_requests_total", outcome=name) for name in ANSWERED)
         numbers = {
             "request_success": ("Requests that were answered.", answered),
-            "count": ("Images in requests that were answered.", self._images),
+            "count": ("Images in requests that were answered.", self.images),
             "exec_count": ("Batches that the model ran: steps and predictions.", batches),
             "request_duration_us": ("Total time of requests, in microseconds.", sums["request"]),
             "queue_duration_us": ("Total time that requests waited, in microseconds.", sums["queue"]),

@@ -1,7 +1,6 @@
 """The plain API under /v1: a picture, an npy array or a safetensors file in, JSON or an npy array out."""
 
 import io
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -38,7 +37,7 @@ class PredictQuery(msgspec.Struct, forbid_unknown_fields=True):
 def decode_predict(
     body: bytearray,
     content_type: str,
-    query: Mapping[str, str],
+    query: dict[str, str],
     model: ModelInfo,
     max_pixels: int,
     stream: str | None,
@@ -48,7 +47,7 @@ def decode_predict(
 
     The first bytes decide which, if ``content_type`` is empty or general.
     """
-    options = protocol.convert(dict(query), PredictQuery, "the query of the URL", strict=False)
+    options = msgspec.convert(query, PredictQuery, strict=False)
     kind = _kind(body, content_type)
     if kind in (JPEG, PNG):
         images = read_picture(body, model, max_pixels, resize=options.fit is not None)

@@ -7,7 +7,7 @@ the request's ``binary_data_output`` is true. HTTP and gRPC share all that follo
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,7 +18,6 @@ from tribe._version import __version__
 from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
 from tribe.streams.names import check_request_id, check_stream_name
 
-T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str  # a value of the parameters of an answer
 
@@ -33,7 +32,6 @@ DATATYPES = {
     "BF16": torch.bfloat16,
 }
 EXPECTED = f"expected {', '.join(DATATYPES)}: floating point in [0, 1], or UINT8 from 0 to 255"
-SEE = "See the section Protocol of docs/serving.md"
 SERVER, PLATFORM = "tribe", "tribe_pytorch"
 EXTENSIONS = ("binary_tensor_data", "sequence", "sequence(string_id)", "model_configuration", "parameters")
 Timeout = Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # microseconds
@@ -162,22 +160,6 @@ class InferHead(msgspec.Struct):
 HEAD = msgspec.json.Decoder(InferHead)
 
 
-def decode_json(content: Buffer, decoder: msgspec.json.Decoder[T]) -> T:
-    """Return the value of a JSON text that clients sent, or raise a `BadRequest`."""
-    try:
-        return decoder.decode(content)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the JSON of the request cannot be read: {error}. {SEE}") from None
-
-
-def convert(values: Any, to: type[T], noun: str, *, strict: bool = True) -> T:
-    """Return values as a checked structure, or raise a `BadRequest`; without ``strict``, texts become numbers."""
-    try:
-        return msgspec.convert(values, to, strict=strict)
-    except msgspec.ValidationError as error:
-        raise BadRequest(f"{noun} cannot be read: {error}. {SEE}") from None
-
-
 def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_header: str | None) -> InferRequest:
     """Return the request in a body; ``head_size`` is the header Inference-Header-Content-Length, if there is one."""
     size = total = len(body)
@@ -194,7 +176,7 @@ def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_h
             "it, with the parameter binary_data_size"
         )
     view = memoryview(body)
-    return infer_request(decode_json(view[:size], HEAD), view[size:], model, stream_header)
+    return infer_request(HEAD.decode(view[:size]), view[size:], model, stream_header)
 
 
 def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_header: str | None) -> InferRequest:
@@ -208,12 +190,10 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
             binary = output.parameters.binary_data
     images = _read_images(head.inputs, content, model)
     named = parameters.sequence_id
-    try:  # Triton's clients send 0 or "" for no sequence
-        stream = check_stream_name(str(named), "sequence_id") if named not in (None, "", 0) else None
-        other = check_stream_name(stream_header, "the header x-tribe-stream") if stream_header is not None else stream
-        id = check_request_id(head.id) if head.id else None
-    except ValueError as error:
-        raise BadRequest(str(error)) from None
+    # Triton's clients send 0 or "" for no sequence.
+    stream = check_stream_name(str(named), "sequence_id") if named not in (None, "", 0) else None
+    other = check_stream_name(stream_header, "the header x-tribe-stream") if stream_header is not None else stream
+    id = check_request_id(head.id) if head.id else None
     if stream is not None and other != stream:
         raise BadRequest(f"sequence_id is {stream!r} and the header x-tribe-stream is {other!r}; give one name")
     start, end = parameters.sequence_start, parameters.sequence_end

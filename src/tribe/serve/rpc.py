@@ -9,9 +9,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tribe.serve import protocol
 from tribe.serve.errors import EXPECTED, BadInput, BadRequest, as_serve_error
-from tribe.serve.protocol import VERSION, InferHead, InferRequest, convert, infer_request
+from tribe.serve.protocol import VERSION, InferHead, InferRequest, infer_request
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
 
@@ -168,7 +170,7 @@ def decode_message(message: Any, model: protocol.ModelInfo, stream_header: str |
             if given.datatype not in CONTENTS:
                 raise BadInput(f"{given.datatype[:20]!r} has no contents in a message; send raw_input_contents")
             each["data"] = list(getattr(given.contents, CONTENTS[given.datatype]))
-    return infer_request(convert(head, InferHead, "the request"), content, model, stream_header)
+    return infer_request(msgspec.convert(head, InferHead), content, model, stream_header)
 
 
 def _tensor(given: Any) -> dict[str, Any]:

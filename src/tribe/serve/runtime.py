@@ -77,14 +77,11 @@ class StreamSession:
         times = [since for since in (self.dirty_since, self.writing_since) if since is not None]
         return now - min(times) if times and self.claim is not None else 0.0
 
-    def touch(self, now: float) -> None:
-        """Note that the state has changed and must be written."""
-        if self.dirty_since is None:
-            self.dirty_since = now
-
-    def note_report(self, report: dict[str, Any]) -> None:
-        """Replace the report, and the clock that it contains."""
+    def note_report(self, report: dict[str, Any], changed: float | None = None) -> None:
+        """Replace the report, and the clock in it; ``changed``: when the state changed, if it must be written."""
         self.report, self.clock = report, report.get("steps", self.clock)
+        if self.dirty_since is None:
+            self.dirty_since = changed
 
     def renewed(self, claim: Claim, asked: float, lease: float, margin: float) -> None:
         """Note that the store has confirmed the claim; it was asked at ``asked`` by this worker's clock."""

@@ -238,11 +238,9 @@ class Worker:
                 # A report that could not be read is empty; the step is committed all the same.
                 report = outcome.health or session.report | {"steps": before + 1}
                 self._note_health(session, report)
-                session.note_report(report)
+                session.note_report(report, changed=None if report.get("frozen") and not self._filters else now)
                 if job.request_id is not None:
                     session.recent.append(job.request_id)
-                if not session.frozen or self._filters:
-                    session.touch(now)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
                 outcome = outcome._replace(adapted=session.clock != before and not lost, clock=session.clock)
             kind = "adapted" if isinstance(outcome, InferResult) and outcome.adapted else "unchanged"
@@ -286,7 +284,10 @@ class Worker:
                 health = None if outcome.health is None else session.report | outcome.health
                 outcome = outcome._replace(generation=session.generation, health=health)
             job.reply.set_result(outcome)
-            self.metrics.answered(kind, job.size, job.arrived, job.launched, now)
+            self.metrics.requests[kind].inc()
+            self.metrics.images += job.size
+            self.metrics.request_seconds.observe(now - job.arrived)
+            self.metrics.queue_seconds.observe(job.launched - job.arrived)
 
     def _place_again(self, stream: str) -> None:
         """Place the requests of a stream again, after it was lost."""
