@@ -48,6 +48,9 @@ def test_an_adapter_takes_a_guard_between_method_and_filter():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"probe": -1}, "probe"),
+        ({"calibration": 3}, "tribe.calibrate"),
+        ({"calibration": "nowhere.safetensors"}, "no source knowledge"),
         ({"lean_half": -1.0}, "lean_half"),
         ({"lean_half": 0.2, "lean_single": 0.1}, "lean_single"),
         ({"lean_single": 0.1}, "lean_single"),
@@ -62,9 +65,10 @@ def test_settings_that_make_no_sense_are_refused_in_words(fields, words):
         Guard(**fields)
 
 
-def test_a_guard_that_finds_nothing_changes_no_bit():
+@pytest.mark.parametrize(("name", "fields"), [("tribe+watch", {}), ("tribe+guard", OFF)], ids=["watch", "guard"])
+def test_what_watches_and_a_guard_that_finds_nothing_change_no_bit(name, fields):
     net, method = small_backbone(), ready("tribe")
-    guarded = ready("tribe+guard", **OFF)
+    guarded = ready(name, **fields)
     state, watched = method.init(net, 2), guarded.init(net, 2)
     for seed in range(3):
         x = pictures(2, 6, seed)

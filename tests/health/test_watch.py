@@ -1,22 +1,22 @@
-"""Watching: health, events and the last good state, through a real adapter."""
+"""Watching: health, events and the last good state, through real adapters and fleets."""
 
+import logging
 import math
 
 import pytest
 import torch
 
 import tribe
-from tribe.core.state import leaves
-from tribe.health import Guard, Watch
-from tribe.methods import EmptyState
+from tribe.core.state import digest
 from tribe.testing import images, ready, small_network
 from tribe.testing.samples import small_backbone
-from watching import pictures
+from watching import calibration_of, pictures
 
 
 def test_without_health_there_is_none_and_with_it_every_stream_has_one():
-    assert tribe.adapt(small_network()).health is None
-    assert tribe.adapt(small_network()).events == []
+    plain, fleet = tribe.adapt(small_network()), tribe.fleet(small_network()).add("door")
+    assert plain.health is fleet.health("door") is fleet.report_many(["door"])["door"].health is None
+    assert plain.events == fleet.events == []
     adapter = tribe.adapt(small_network(), health=True, streams=2)
     assert adapter.method.name == "tribe+watch"
     for seed in range(3):
@@ -29,18 +29,6 @@ def test_without_health_there_is_none_and_with_it_every_stream_has_one():
     assert first.followed == 1
     assert first.statistics > 0
     assert 0 <= first.source_agreement <= 1
-
-
-def test_watching_changes_no_prediction_and_no_state_of_the_method():
-    net, alone, watched = small_backbone(), ready("tribe"), ready("tribe+watch")
-    state, seen = alone.init(net, 2), watched.init(net, 2)
-    for seed in range(3):
-        x = images(2, 6, seed)
-        answer, state = alone.step(net, state, x)
-        same, seen = watched.step(net, seen, x)
-        assert torch.equal(answer, same)
-    assert all(torch.equal(t, leaves(seen.method)[name]) for name, t in leaves(state).items())
-    assert seen.guard.good == EmptyState()
 
 
 def test_entropy_and_trusted_are_of_the_last_images_not_of_the_last_batch():
@@ -100,26 +88,81 @@ def test_a_stream_that_goes_wrong_returns_to_its_last_good_state():
     good = torch.cat(state.guard.good.affine, 1)
     assert torch.equal(moved, good)
     assert float((moved - source).norm() / source.norm()) < 0.2
-    before = clone_of(state.guard.good)
+    before = digest(state.guard.good)
     _, after = guarded.step(net, state, pictures(2, 8, 99))
-    assert all(torch.equal(t, before[name]) for name, t in leaves(state.guard.good).items()), "a copy, not a view"
+    assert digest(state.guard.good) == before, "a copy, not a view"
     assert after.method.key.clock.tolist() == [int(t) + 1 for t in state.method.key.clock]
 
 
-def clone_of(state):
-    return {name: t.clone() for name, t in leaves(state).items()}
+# -- streams of a fleet ------------------------------------------------------------------------------------------------
+
+BLACK = torch.zeros(16, 3, 8, 8)
 
 
-@pytest.mark.parametrize(
-    ("fields", "error", "words"),
-    [
-        ({"probe": -1}, ValueError, "probe"),
-        ({"calibration": 3}, Exception, "tribe.calibrate"),
-        ({"calibration": "nowhere.safetensors"}, Exception, "no source knowledge"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused_in_words(fields, error, words):
-    with pytest.raises(error, match=words):
-        Watch(**fields)
-    with pytest.raises(error, match=words):
-        Guard(**fields)
+def cameras(fleet, rounds=6):
+    """A black camera and one that sees something."""
+    fleet({"gate": pictures(1, 16)[0], "door": pictures(1, 16, 1)[0]})
+    for seed in range(rounds):
+        fleet({"gate": BLACK, "door": pictures(1, 16, 2 + seed)[0]})
+    return fleet
+
+
+def test_a_black_camera_raises_an_alarm_once_by_its_name_and_learns_nothing(caplog):
+    heard = []
+    fleet = tribe.fleet(small_network(), guard=True, on_event=heard.append)
+    with caplog.at_level(logging.WARNING, "tribe.health"):
+        cameras(fleet)
+    black = [event for event in heard if event.kind == "black"]
+    assert [(event.stream, event.since) for event in black] == [("gate", 16)]
+    assert fleet.events == heard
+    assert any(r.stream == "gate" and r.kind == "black" and "camera is black" in r.message for r in caplog.records)
+    gate, door = fleet.health("gate"), fleet.health("door")
+    assert ("black" in gate.alarms, "black" in door.alarms) == (True, False)
+    assert (gate.held, door.held) == (96, 0)
+    assert (gate.images, door.images) == (112, 112)
+
+
+def test_what_was_reported_is_not_reported_again_after_a_file_a_reset_reports_anew():
+    fleet, heard = cameras(tribe.fleet(small_network(), guard=True)), []
+    again = tribe.fleet(fleet.net, guard=True, on_event=heard.append)
+    again.from_bytes("gate", fleet.to_bytes("gate"))
+    again({"gate": BLACK})
+    assert heard == []
+    assert "black" in again.health("gate").alarms
+    again.reset("gate")
+    assert again.health("gate").alarms == ()
+    for _ in range(6):
+        again({"gate": BLACK})
+    assert [event.kind for event in heard if event.kind == "black"] == ["black"]
+
+
+def test_several_streams_are_read_together_wherever_their_states_are():
+    fleet = cameras(tribe.fleet(small_network(), health=True, rows=1))
+    fleet({"gate": torch.full((2, 3, 8, 8), torch.nan)})  # the door's state goes to a file
+    names = ["door", "gate"]
+    reports = fleet.report_many(names)
+    assert {name: report.info for name, report in reports.items()} == {name: fleet.info(name) for name in names}
+    assert reports["gate"].info.poisoned == (0, 1)
+    less = {"statistics": None, "followed": None}
+    assert all(reports[name].health == fleet.health(name)._replace(**less) for name in names)
+    assert fleet.health("door").statistics > 0
+
+
+def test_a_calibrated_stream_has_an_estimate_and_goes_through_a_file(tmp_path):
+    net = small_network()
+    calibration = calibration_of(net)
+    calibration.save(tmp_path / "health.safetensors")
+    fleet = tribe.fleet(net, health=tmp_path / "health.safetensors", time="auto")
+    fleet({"door": pictures(1, 8)[0]})
+    found = fleet.health("door")
+    assert 0 <= found.low <= found.accuracy <= found.high <= 1
+    fleet.save("door", tmp_path / "door.safetensors")
+    assert fleet.load("porch", tmp_path / "door.safetensors").health("porch") == found
+    assert tribe.load(tmp_path / "door.safetensors", net).health == [found]
+    adapter = tribe.adapt(net, health=calibration)
+    adapter(pictures(1, 8)[0])
+    assert (adapter.health[0].calibrated, adapter.health[0].accuracy) == (True, found.accuracy)
+    with pytest.raises(ValueError, match="another network"):
+        tribe.adapt(small_network(seed=1), health=calibration)
+    with pytest.raises(ValueError, match="was made with tribe; this stream adapts with tent"):
+        tribe.adapt(net, "tent", health=calibration)
