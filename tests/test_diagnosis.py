@@ -4,13 +4,11 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tribe
@@ -23,11 +21,11 @@ from tribe.testing import CLASSES, images, small_network
 X = images(1, 6, 0)[0]
 
 
-def problems(model: nn.Module, x: Any = X) -> str:
+def problems(model, x=X):
     return "\n".join(tribe.doctor(model, x).problems)
 
 
-def test_a_sound_network_has_no_problems() -> None:
+def test_a_sound_network_has_no_problems():
     report = tribe.doctor(small_network(), X)
     assert report.adaptable
     assert [layer.name for layer in report.layers] == ["1", "4"]
@@ -39,7 +37,7 @@ def test_a_sound_network_has_no_problems() -> None:
 
 @pytest.mark.parametrize("name", ["0.weight", "1.running_mean", "1.weight", "4.running_var", "8.bias"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_named(name: str, value: float) -> None:
+def test_numbers_that_are_not_finite_are_named(name, value):
     net = small_network()
     net.state_dict()[name].view(-1)[0] = value
     for x in (None, X):
@@ -55,7 +53,7 @@ MEAN, STD = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.2
     ("trained_on", "words"),
     [(lambda x: x, "divided by 255"), (lambda x: (x - MEAN) / STD, "normalised with ImageNet's mean and std")],
 )
-def test_images_in_another_scale_than_those_of_the_training_are_named(trained_on, words) -> None:
+def test_images_in_another_scale_than_those_of_the_training_are_named(trained_on, words):
     net, given = small_network().train(), 255 if "255" in words else 1
     for layer in net.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -65,7 +63,7 @@ def test_images_in_another_scale_than_those_of_the_training_are_named(trained_on
     assert words in problems(net.eval(), given * images(16, 4, 99).flatten(0, 1))
 
 
-def test_many_numbers_that_are_not_finite_are_counted() -> None:
+def test_many_numbers_that_are_not_finite_are_counted():
     net = small_network()
     for t in net.state_dict().values():
         t.mul_(float("nan")) if t.is_floating_point() else None
@@ -73,7 +71,7 @@ def test_many_numbers_that_are_not_finite_are_counted() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_probabilities_in_place_of_logits_are_named(dtype: torch.dtype) -> None:
+def test_probabilities_in_place_of_logits_are_named(dtype):
     net = small_network()
     report = tribe.doctor(nn.Sequential(net, nn.Softmax(-1)).to(dtype), X)
     assert len(report.problems) == 1
@@ -96,13 +94,13 @@ def test_probabilities_in_place_of_logits_are_named(dtype: torch.dtype) -> None:
         (X[0, 0, 0, 0], "no images in x, of shape ()"),
     ],
 )
-def test_what_are_no_images_is_said(x: Any, words: str) -> None:
+def test_what_are_no_images_is_said(x, words):
     report = tribe.doctor(small_network(), x)
     assert report.adaptable
     assert words in "\n".join(report.problems)
 
 
-def without_gradients(inner: nn.Module, x: Tensor) -> Tensor:
+def without_gradients(inner, x):
     with torch.no_grad():
         return inner(x)
 
@@ -117,26 +115,26 @@ def without_gradients(inner: nn.Module, x: Tensor) -> Tensor:
     ],
     ids=["no_grad", "detach", "checkpoint", "weight"],
 )
-def test_networks_that_no_method_could_move_are_found(run: Callable[[Any, Tensor], Tensor], words: str) -> None:
+def test_networks_that_no_method_could_move_are_found(run, words):
     assert words in problems(Around(run))
     with torch.inference_mode():
         assert words in problems(Around(run))
 
 
-def test_a_network_that_needs_no_gradient_needs_none() -> None:
+def test_a_network_that_needs_no_gradient_needs_none():
     norm = nn.BatchNorm2d(4, affine=False)
     model = Around(without_gradients)
     model.inner = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.Flatten(), nn.Linear(144, 3))
     assert "gradient" not in problems(model)
 
 
-def test_layers_that_are_not_called_are_listed() -> None:
+def test_layers_that_are_not_called_are_listed():
     class Auxiliary(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.inner, self.aux = small_network(), nn.BatchNorm2d(3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.inner(self.aux(x) if self.training else x)
 
     net = tribe.Backbone(Auxiliary())
@@ -150,25 +148,25 @@ def test_layers_that_are_not_called_are_listed() -> None:
     assert "left as they are: aux: the network did not call it" in str(report)
 
 
-def test_a_network_whose_layers_are_never_called_is_a_problem() -> None:
+def test_a_network_whose_layers_are_never_called_is_a_problem():
     other = small_network()
     assert "called none of its normalisation layers" in problems(Around(lambda inner, x: other(x)))
 
 
-def test_a_backbone_is_examined_as_its_model_is() -> None:
+def test_a_backbone_is_examined_as_its_model_is():
     net = tribe.Backbone(small_network())
     assert tribe.doctor(net, X) == tribe.doctor(small_network(), X)
     assert not any(slot._forward_pre_hooks for slot in net.slots)
 
 
-def test_an_adapter_is_told_what_to_give() -> None:
+def test_an_adapter_is_told_what_to_give():
     report = tribe.doctor(tribe.adapt(small_network()), X)
     assert not report.adaptable
     assert "of an adapter give its .net" in report.problems[0]
     assert tribe.doctor(tribe.adapt(small_network()).export(), X).classes == CLASSES
 
 
-def test_a_compiled_model_is_told_what_to_give() -> None:
+def test_a_compiled_model_is_told_what_to_give():
     report = tribe.doctor(torch.jit.script(small_network()), X)
     assert not report.adaptable
     assert "give the eager module" in report.problems[0]
@@ -177,7 +175,7 @@ def test_a_compiled_model_is_told_what_to_give() -> None:
 # -- which methods fit ------------------------------------------------------------------------------------------------
 
 
-def network(norm: nn.Module, *head: nn.Module) -> nn.Module:
+def network(norm, *head):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), *head, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
 
@@ -185,11 +183,11 @@ def network(norm: nn.Module, *head: nn.Module) -> nn.Module:
 class Frames(nn.Module):
     """Classifies the rows of an image one by one."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(24, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fc(self.norm(x).transpose(1, 2).flatten(0, 1).flatten(1)).unflatten(0, (len(x), -1)).mean(1)
 
 
@@ -202,7 +200,7 @@ NETWORKS = {
 }
 
 
-def learns(net: tribe.Backbone, name: str) -> bool:
+def learns(net, name):
     """Whether a method with all it must know takes a few batches, and is another than the source model then."""
     trusting = {"c_0": 0.0} if name == "sotta" else {}  # it learns from confident images, and noise makes none
     method, x = methods.create(name, classes=CLASSES, **trusting), images(1, 64, 0)[0]
@@ -218,7 +216,7 @@ def learns(net: tribe.Backbone, name: str) -> bool:
 
 @pytest.mark.parametrize("name", methods.names())
 @pytest.mark.parametrize("kind", NETWORKS)
-def test_the_doctor_is_right_about_every_method(kind: str, name: str) -> None:
+def test_the_doctor_is_right_about_every_method(kind, name):
     net = tribe.Backbone(NETWORKS[kind]())
     report = tribe.doctor(net, X)
     if kind == "no statistics" and name not in ("bn", "bdn"):
@@ -229,7 +227,7 @@ def test_the_doctor_is_right_about_every_method(kind: str, name: str) -> None:
         assert tribe.doctor(net).methods == report.methods
 
 
-def test_methods_that_must_know_the_source_data_are_told() -> None:
+def test_methods_that_must_know_the_source_data_are_told():
     report = tribe.doctor(small_network())
     assert report.needs == {name: methods.get(name).needs for name in ("eata", "petal", "petta", "ttac")}
     assert "fit once they know the source data (tribe source): eata, petal, petta, ttac" in str(report)
@@ -237,7 +235,7 @@ def test_methods_that_must_know_the_source_data_are_told() -> None:
     assert "eata" not in tribe.doctor(NETWORKS["no affine parameters"]()).needs
 
 
-def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
+def test_the_size_of_a_state_is_what_a_stream_keeps():
     net = tribe.Backbone(small_network(7))
     packed = methods.create("tribe", classes=7, class_stats="packed")
     others = {name: methods.create(name, classes=7) for name in ("tribe", "tent", "bn")}
@@ -252,7 +250,7 @@ def test_the_size_of_a_state_is_what_a_stream_keeps() -> None:
     assert "state of a stream" not in str(without)
 
 
-def test_what_kernels_compute_together_is_told_where_they_run() -> None:
+def test_what_kernels_compute_together_is_told_where_they_run():
     with fusion.using(True):
         report = tribe.doctor(small_network(), X)
         held = tribe.doctor(Around(lambda inner, x: inner(x) if len(x) == 2 else inner(x + 0)), X[:1])
@@ -262,13 +260,13 @@ def test_what_kernels_compute_together_is_told_where_they_run() -> None:
     assert held.fusion.startswith("nothing is fused: a pass differed from the trial")
 
 
-def test_of_kernels_nothing_is_told_on_a_cpu() -> None:
+def test_of_kernels_nothing_is_told_on_a_cpu():
     report = tribe.doctor(small_network(), X)
     assert report.fusion is None
     assert "kernels" not in str(report)
 
 
-def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:
+def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart():
     net = network(nn.BatchNorm2d(6), nn.Conv2d(6, 5, 3), nn.BatchNorm2d(5, affine=False), nn.Conv2d(5, 4, 1))
     report = str(tribe.doctor(net))
     assert "1 x BatchNorm2d, 6 channels: statistics and affine parameters" in report
@@ -278,7 +276,7 @@ def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart() -> None:
 # -- made-up and odd images -------------------------------------------------------------------------------------------
 
 
-def test_noise_is_not_judged_but_what_the_network_does_with_it_is() -> None:
+def test_noise_is_not_judged_but_what_the_network_does_with_it_is():
     net = small_network()
     net[1].running_mean += 100
     net[8].weight.detach().zero_()
@@ -292,7 +290,7 @@ def test_noise_is_not_judged_but_what_the_network_does_with_it_is() -> None:
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_the_command_does_not_judge_the_images_it_makes_up() -> None:
+def test_the_command_does_not_judge_the_images_it_makes_up():
     from commands import message, succeeded, tribe_command  # skips without the command's extra
 
     code = "import tribe\nnet = tribe.models.create('resnet8')\nnet.bn1.running_mean += 100\n"
@@ -304,13 +302,13 @@ def test_the_command_does_not_judge_the_images_it_makes_up() -> None:
         assert "numbers; expected 67,108,864 at most" in message(result)
 
 
-def diagnosed(labels: Tensor, x: Tensor) -> tuple[float | None, str]:
+def diagnosed(labels, x):
     """The accuracy, and the problems that labels show."""
     report = tribe.doctor(small_network(), x, labels)
     return report.accuracy, "\n".join(problem for problem in report.problems if "label" in problem)
 
 
-def test_a_network_whose_classes_are_in_another_order_is_recognised() -> None:
+def test_a_network_whose_classes_are_in_another_order_is_recognised():
     x = images(1, 64, 0)[0]
     right = small_network()(x).argmax(1)
     wrong = (right + 1) % CLASSES

@@ -5,7 +5,6 @@ import torch
 
 import tribe
 from tribe.streams import UnknownStream
-from tribe.streams.batching import Arrived, Runner, bucket, gather_deployed, group_entries
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
@@ -111,34 +110,3 @@ def test_without_exact_bits_streams_agree_to_rounding():
         batch = {name: images(1, 1 + i % 2, 9 * seed + i, torch.float64)[0] for i, name in enumerate("abcde")}
         answers, expected = fast(batch), exact(batch)
         assert all(torch.allclose(answers[name], expected[name], atol=1e-9) for name in batch)
-
-
-def test_padded_groups_agree_with_single_streams():
-    """As on a GPU, where each shape of a group is recorded once: streams and images are padded to powers of 2."""
-    net = small_backbone(torch.float64)
-    method = tribe.fleet(net).method
-    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
-    fleet = tribe.fleet(net, exact=False)
-    sizes = {"a": 3, "b": 4, "c": 1}
-    arrived = {name: Arrived(images(1, n, n, torch.float64), True) for name, n in sizes.items()}
-    groups = list(group_entries(arrived, dict.fromkeys("abc", False), 1, padded=True))
-    assert [(group.names, tuple(group.x.shape[:2])) for group in groups] == [(("a", "b"), (2, 4)), (("c",), (1, 1))]
-    three = next(group_entries(dict.fromkeys("abc", arrived["a"]), dict.fromkeys("abc", False), 1, True))
-    assert three.x.shape[:2] == (4, 4)
-    assert three.valid.sum(1).tolist() == [3, 3, 3, 0]
-    groups.append(three)
-    for group in groups:
-        states = [method.init(net, 1, i) for i in range(len(group.names))]
-        logits, after = runner.step(group, states)
-        filled = [states[0]] * (group.entries - len(states))
-        networks = gather_deployed([method.deployed(net, state) for state in [*states, *filled]])
-        predicted = runner.predict(group, states, lambda networks=networks: networks)
-        for i, (name, n) in enumerate(zip(group.names, group.sizes, strict=True)):
-            x = three.x[i : i + 1, :n] if group is three else arrived[name][0]
-            own, state = method.step(net, states[i], x)
-            assert torch.allclose(logits[i, :n], own[0], atol=1e-9)
-            assert torch.allclose(predicted[i, :n], method.predict(net, states[i], x)[0], atol=1e-9)
-            assert torch.allclose(after[i].pair.mean, state.pair.mean, atol=1e-9)
-            assert after[i].info.images.item() == n
-    assert [bucket(n) for n in (1, 2, 5, 9)] == [1, 2, 8, 16]
-    assert fleet.unbatched_reason is None

@@ -7,7 +7,7 @@ import tribe
 from tribe.core import graphs
 from tribe.core.state import leaves
 from tribe.streams import stream_seed
-from tribe.streams.batching import MAX_ENTRIES, RECORDINGS, Arrived, Runner, group_entries
+from tribe.streams.batching import MAX_ENTRIES, RECORDINGS, Arrived, Runner, gather_deployed, group_entries
 from tribe.testing import images
 from tribe.testing.samples import small_backbone
 
@@ -57,6 +57,25 @@ def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(r
             assert close(leaves(states[name]).values(), leaves(alone[name]).values())
     shapes = {group.x.shape for i, sizes in enumerate(ROUNDS) for group in groups(sizes, i)}
     assert len(recorded) == 2 * len(shapes), "each shape once, in two directions"
+
+
+def test_padded_groups_predict_as_single_streams():
+    net = small_backbone(torch.float64)
+    method = tribe.methods.create("tribe", classes=4)
+    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
+    two, one, three = *groups({"a": 3, "b": 4, "c": 1}, 0), *groups(dict.fromkeys("abc", 3), 1)
+    assert [(group.names, tuple(group.x.shape[:2])) for group in (two, one)] == [(("a", "b"), (2, 4)), (("c",), (1, 1))]
+    assert three.x.shape[:2] == (4, 4)
+    assert three.valid.sum(1).tolist() == [3, 3, 3, 0]
+    for group in (two, one, three):
+        states = [method.init(net, 1, i) for i in range(len(group.names))]
+        filled = [states[0]] * (group.entries - len(states))
+        networks = gather_deployed([method.deployed(net, state) for state in [*states, *filled]])
+        predicted = runner.predict(group, states, lambda networks=networks: networks)
+        for i, n in enumerate(group.sizes):
+            assert torch.allclose(
+                predicted[i, :n], method.predict(net, states[i], group.x[i : i + 1, :n])[0], atol=1e-9
+            )
 
 
 def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
