@@ -89,7 +89,6 @@ class Kept(NamedTuple):
     seconds: float  # its age
     images: tuple[int, ...]  # its age in images: how many came to each stream since, while it learned
     learned: tuple[int, ...]  # how many images each stream had learned from
-    steps: tuple[int, ...]  # how many batches each stream had learned from
 
     @property
     def age(self) -> str:
@@ -178,7 +177,6 @@ class Timeline:
                 max(now - taken, 0.0),
                 tuple(map(int.__sub__, came, then)),
                 tuple(snapshot.state.info.images.tolist()),
-                tuple(snapshot.state.key.clock.tolist()),
             )
             for snapshot, taken, then in reversed(self.records)
         ]

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tribe.core.state import Info
-from tribe.filters import FilterInfo
 from tribe.health.alarms import KINDS, AlarmState
 from tribe.methods import AnyMethod, Pipeline
 
@@ -64,7 +63,6 @@ class StreamReport(NamedTuple):
 
     info: StreamInfo
     health: Health | None = None  # None without ``health`` or ``guard``
-    filter: FilterInfo | None = None  # None without a time filter
 
 
 def describe_streams(
