@@ -112,24 +112,6 @@ def test_training_all_weights_equals_torch():
         assert torch.allclose(named[name], expected, rtol=0, atol=1e-9), name
 
 
-def test_tied_weights_are_one():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = self.two = nn.Linear(4, 4)
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return self.two(self.norm(self.one(x)))
-
-    net = Backbone(Tied())
-    layout = WeightLayout(net)
-    assert list(layout.pieces) == ["one.weight", "one.bias"]
-    params = layout.source()
-    params = params._replace(weights=torch.zeros_like(params.weights))
-    assert weights.forward(layout, params, torch.rand(1, 3, 4), PerBatch(), everything(3)).logits.abs().max() == 0
-
-
 @pytest.mark.parametrize(("dtype", "kept"), [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
 def test_rows_are_float32_at_least(dtype, kept):
     net = Backbone(small_network(dtype=dtype))

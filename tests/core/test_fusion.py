@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernel_runs import DEVICE, HERE, channels_last, drawn, near, runs
 from tribe import norms
 from tribe.core import convolution, fusion, kernels
 from tribe.core.backbone import Backbone
@@ -17,19 +18,7 @@ from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats
 from tribe.norms.balanced import Balanced
 
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
-HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
-runs = pytest.mark.skipif(not HERE, reason="needs a GPU, or Triton's interpreter: make test-kernels")
 RULES = [Balanced(4, 0.2, 0.3), norms.create("frozen"), norms.create("batch")]
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def near(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
-    """Relative to the size of the whole."""
-    return bool((a.cpu().double() - b).abs().max() <= tolerance * b.abs().max())
 
 
 class Stem(nn.Module):
@@ -310,15 +299,10 @@ def test_rounding_does_not_forbid_fusion(dtype, strength, monkeypatch):
 @pytest.mark.parametrize("shape", [(1, 2, 24, 7, 7), (1, 1, 16, 80, 60), (2, 3, 5, 3)], ids=str)
 def test_one_pass_computes_bias_residual_and_relu(shape, dtype, last):
     """Against float64. The large picture is summed in parts."""
-    order = (0, 1, *range(3, len(shape)), 2)
-    back = (0, 1, len(shape) - 1, *range(2, len(shape) - 1))
     x, residual, g = (drawn(*shape, seed=s).to(dtype) for s in range(3))
-    x, residual, g = (t.permute(order).contiguous().permute(back) if last else t for t in (x, residual, g))
-    offset, scale, shift = (
-        50 + drawn(shape[2], seed=3),
-        drawn(shape[0], 1, shape[2], seed=4),
-        drawn(*shape[:1], 1, shape[2]),
-    )
+    x, residual, g = (channels_last(t) if last else t for t in (x, residual, g))
+    offset = 50 + drawn(shape[2], seed=3)
+    scale, shift = (drawn(shape[0], 1, shape[2], seed=seed) for seed in (4, 0))
     rounding = 1e-5 if dtype is torch.float32 else 8e-3
     wide, pixels = [t.double() for t in (x, residual, g)], tuple(range(3, len(shape)))
     over = (1, 1, -1, *[1] * len(pixels))

@@ -13,6 +13,7 @@ from torch import nn
 
 import reference
 import tribe
+from kernel_runs import DEVICE, HERE, channels_last, drawn, near, runs, without_and_with_kernels
 from places import DATA
 from recordings import RECORDED, replay
 from tribe import norms
@@ -28,10 +29,6 @@ from tribe.methods import tribe as tribe_method
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
 from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
-
-DEVICE = "cpu" if kernels.INTERPRETED else "cuda"
-HERE = kernels.INSTALLED and (kernels.INTERPRETED or torch.cuda.is_available())
-runs = pytest.mark.skipif(not HERE, reason="needs a GPU, or Triton's interpreter: make test-kernels")
 
 SHAPES = [
     (1, 2, 5, 3, 3),
@@ -52,24 +49,6 @@ RULES = [
     norms.create("robust"),
     norms.create("instance", k=0.5, observing=True),
 ]
-
-
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def channels_last(x: torch.Tensor) -> torch.Tensor:
-    """(R, B, C, ...) whose channels are adjacent in memory."""
-    order = (0, 1, *range(3, x.dim()), 2)
-    back = (0, 1, x.dim() - 1, *range(2, x.dim() - 1))
-    return x.permute(order).contiguous().permute(back)
-
-
-def near(a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    """Relative to the size of the whole."""
-    a, b = a.detach().double().cpu(), b.detach().double().cpu()
-    assert a.shape == b.shape
-    return bool((a - b).abs().max() <= tolerance * max(float(b.abs().max()), 1e-3))
 
 
 # -- without Triton, or without a GPU ----------------------------------------------------------------------------------
@@ -227,14 +206,13 @@ def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path
 def test_statistics_and_parameters_fold_into_scale_and_shift(batch):
     mean, var = drawn(3, batch, 5), drawn(3, batch, 5, seed=1).abs()
     affine = drawn(2, 3, 9, seed=2)[:, :, 2:7]  # a slice, as a layer has
-    results = []
-    for mode in (False, "auto"):
+
+    def outcome():
         inputs = [t.to(DEVICE).detach().requires_grad_() for t in (mean, var, *affine)]
-        with kernels.using(mode):
-            scale, shift = moments.fold(*inputs, 1e-5)
-            grads = torch.autograd.grad((scale * shift.sin()).sum(), inputs)
-        results.append((scale, shift, *grads))
-    for a, b in zip(*results, strict=True):
+        scale, shift = moments.fold(*inputs, 1e-5)
+        return scale, shift, *torch.autograd.grad((scale * shift.sin()).sum(), inputs)
+
+    for a, b in zip(*without_and_with_kernels(outcome), strict=True):
         assert near(b, a)
 
 
@@ -245,16 +223,16 @@ def test_moments_pool_over_valid_samples(batch):
     mean, var = drawn(3, batch, 21) + 100, drawn(3, batch, 21, seed=1).abs()
     valid = torch.stack((torch.ones(batch).bool(), torch.arange(batch) % 3 == 0, torch.zeros(batch).bool()))
     by = drawn(3, 1, 21, seed=2).to(DEVICE)
-    results = []
-    for mode in (False, "auto"):
+
+    def outcome():
         given = [t.to(DEVICE).requires_grad_() for t in (mean.clone(), var.clone())]
-        with kernels.using(mode):
-            pooled = pool_batch(*given, valid.to(DEVICE))
-            slopes = torch.autograd.grad((pooled[0] * by + pooled[1] * by.sin()).sum(), given)
-        results.append((*pooled, *slopes))
-    for a, b in zip(*results, strict=True):
+        pooled = pool_batch(*given, valid.to(DEVICE))
+        return *pooled, *torch.autograd.grad((pooled[0] * by + pooled[1] * by.sin()).sum(), given)
+
+    wanted, found = without_and_with_kernels(outcome)
+    for a, b in zip(wanted, found, strict=True):
         assert near(b, a)
-    assert (results[1][0][2] == 0).all()
+    assert (found[0][2] == 0).all()
 
 
 # -- whole layers ------------------------------------------------------------------------------------------------------
@@ -316,26 +294,22 @@ def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels
     valid[2] = False
     net = Backbone(Bare(layer(channels))).to(DEVICE)
     cotangent = drawn(rows, batch, channels * pixels * pixels, seed=3).to(DEVICE)
-    results = []
-    for mode in (False, "auto"):
-        given = [
-            t.to(DEVICE).requires_grad_()
-            for t in (x.clone(), drawn(rows, channels, seed=4), drawn(rows, channels, seed=5))
-        ]
-        with kernels.using(mode):
-            here = Stats(*(t.to(DEVICE) for t in stats))
-            out = net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE))
-            grads = torch.autograd.grad(out.logits, given, cotangent)
-        with kernels.using(mode), torch.no_grad():
-            assert near(
-                net(given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE)).logits, out.logits
-            )
-        results.append((out.logits, *out.stats, *grads))
-    for name, a, b in zip(("y", "mean", "var", "dx", "dweight", "dbias"), *results, strict=True):
+
+    def outcome():
+        given = [t.to(DEVICE).requires_grad_() for t in (x.clone(), *(drawn(rows, channels, seed=s) for s in (4, 5)))]
+        here = Stats(*(t.to(DEVICE) for t in stats))
+        arguments = given[0], Affine(*given[1:]), here, norm, labels.to(DEVICE), valid.to(DEVICE)
+        out = net(*arguments)
+        with torch.no_grad():
+            assert near(net(*arguments).logits, out.logits)
+        return out.logits, *out.stats, *torch.autograd.grad(out.logits, given, cotangent)
+
+    wanted, found = without_and_with_kernels(outcome)
+    for name, a, b in zip(("y", "mean", "var", "dx", "dweight", "dbias"), wanted, found, strict=True):
         assert near(b, a, 3e-5), name
     if norm.observes and norm.name != "instance":
-        assert torch.equal(results[1][1][2].cpu(), stats.mean[2])
-        assert torch.equal(results[1][2][2].cpu(), stats.var[2])
+        assert torch.equal(found[1][2].cpu(), stats.mean[2])
+        assert torch.equal(found[2][2].cpu(), stats.var[2])
 
 
 @pytest.mark.skipif(not (HERE and kernels.INTERPRETED), reason="too large for a GPU test: make test-kernels")
@@ -426,12 +400,12 @@ def test_labels_may_lie_in_memory_in_any_order():
     norm, past = Balanced(5, 0.3, 0.4), Stats(drawn(2, 5, 7).to(DEVICE), drawn(2, 5, 7, seed=1).abs().to(DEVICE) + 0.5)
     mean, var = drawn(2, 6, 7, seed=2).to(DEVICE), drawn(2, 6, 7, seed=3).abs().to(DEVICE)
     labels, valid = (torch.arange(12).view(6, 2) % 5).T.to(DEVICE), (torch.arange(12).view(6, 2) % 4 > 0).T.to(DEVICE)
-    results = []
-    for mode in (False, "auto"):
-        with kernels.using(mode):
-            *pooled, kept = norm(mean, var, 9, past, labels, valid, 1e-5)
-        results.append((*pooled, *kept))
-    for a, b in zip(*results, strict=True):
+
+    def outcome():
+        *pooled, kept = norm(mean, var, 9, past, labels, valid, 1e-5)
+        return *pooled, *kept
+
+    for a, b in zip(*without_and_with_kernels(outcome), strict=True):
         assert near(b, a)
 
 

@@ -131,11 +131,6 @@ def test_what_is_not_a_module_is_refused() -> None:
         Backbone(lambda x: x)  # type: ignore[arg-type]
 
 
-def test_a_tuple_is_refused() -> None:
-    with pytest.raises(TypeError, match="returned"):
-        run(Wrapped(lambda y: (y, y)))
-
-
 @pytest.mark.parametrize("change", [lambda y: y[:, :, None], lambda y: y[:3], lambda y: y.sum()])
 def test_logits_of_another_shape_are_refused(change: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ValueError, match="classes"):

@@ -51,12 +51,6 @@ def play(norm, stats, steps, classes):
     return pooled, stats
 
 
-def test_every_class_starts_with_the_statistics_of_the_source():
-    full, small = first()
-    for a, b in zip(small.in_full(), full, strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("gamma", [0.0, 0.5])
 def test_an_update_equals_the_slow_loop(gamma):
     norm = Balanced(6, 0.3, gamma)

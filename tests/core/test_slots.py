@@ -210,12 +210,6 @@ def test_a_layer_whose_hooks_only_look_is_adapted(name: str) -> None:
     assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
-def test_a_norm_without_statistics_and_affine_is_left_alone_and_listed() -> None:
-    assert Backbone(build("LayerNorms beside BatchNorm")).left_alone == {
-        "2": "it has neither statistics nor affine parameters"
-    }
-
-
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, lambda m: torch.compile(nn.DataParallel(m))])
 def test_wrappers_are_taken_off(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, x = build("BatchNorm2d"), images("BatchNorm2d")

@@ -146,13 +146,6 @@ def test_a_wrong_class_is_left_within_the_bound(classes, gap, monkeypatch):
             assert needed >= most - 1
 
 
-def test_the_default_filter_leaves_a_wrong_class_within_the_bound_of_its_hottest_chain():
-    rule = Markov()
-    for classes, gap in ((10, 6.0), (10, 12.0), (1000, 20.0)):
-        slowest = min(ratio(gap, t, classes, rule.likelihood_floor) for t in rule.temperatures)
-        assert images_until_the_answer_follows(classes, gap, rule) <= bound(classes, rule.least_rate, slowest)
-
-
 def test_a_class_that_was_never_seen_can_come():
     """Catches a marginal or a belief that excludes a class for good."""
     known = labels_in_bursts(2, 600, 3, 0.95)  # classes 0 to 2 of 10

@@ -287,18 +287,6 @@ def test_with_gamma_1_the_mean_is_that_of_robust_bn_and_the_variance_is_not() ->
         assert (var_b - var_r).abs().max() > 1e-3
 
 
-def test_at_full_rate_a_batch_is_normalised_as_its_class_balanced_resample() -> None:
-    """Eqs. 1 and 2 together: eta 1, capped, removes the past, and the imbalance of the batch with it."""
-    x, labels = classes_of_very_different_size()
-    norm = Balanced(4, eta=1.0, convention="paper", rate_cap=True)
-    case = draw(norm, batch=x.shape[1], shape=(3, 5))
-    case = case._replace(x=x, labels=labels, valid=torch.ones_like(case.valid))
-    even = resampled_evenly(x, labels)
-    mean, var = even.mean(1)[:, None], even.var(1, correction=0)[:, None]
-    weight, bias = (t[0][:, None] for t in case.affine)
-    assert gap(normalised(norm, case)[0][0], (x[0] - mean) / (var + EPS).sqrt() * weight + bias) < 1e-10
-
-
 @each_rule
 def test_invalid_samples_weigh_nothing_in_outputs_statistics_and_gradients(norm: Norm) -> None:
     """Catches padding in a statistic: leaving the invalid samples out gives the same numbers."""
