@@ -21,6 +21,32 @@ def batches(steps=4, streams=1, batch=7, dtype=DOUBLE):
     return [images(streams, batch, seed, dtype) for seed in range(steps)]
 
 
+def even_network(sources, sure=1.0):
+    """The contract's network, its classifier shifted so that all classes are predicted."""
+    model = small_network(4, dtype=DOUBLE)
+    with torch.no_grad():
+        logits = model(torch.cat([x[0] for x in sources]))
+        model[-1].bias -= logits.mean(0)
+        for parameter in (model[-1].weight, model[-1].bias):
+            parameter.mul_(sure / (logits - logits.mean(0)).std())
+    return Backbone(model)
+
+
+def varied(steps, batch=9, dtype=DOUBLE, first=0):
+    """Batches of one stream whose images differ in brightness and in strength of each colour, so in class."""
+
+    def tinted(seed):
+        x = images(batch, 1, seed, dtype).transpose(0, 1)
+        tint = torch.rand(1, batch, 3, 1, 1, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+        return x * tint
+
+    return [tinted(seed) for seed in range(first, first + steps)]
+
+
+def darker(x):
+    return x.flip(-1) * 0.8
+
+
 def play(method, net, xs, state=None, seed=0):
     state = method.init(net, len(xs[0]), seed) if state is None else state
     outputs = []

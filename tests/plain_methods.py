@@ -1,16 +1,24 @@
 """Methods as plain PyTorch loops, from the equations of their papers: ordinary layers, backward() and torch.optim.
 
-One stream, one image after another where that is clearer. They share no code with the library but the network that
-`Backbone.plain` makes of ordinary layers; random draws are arguments.
+One stream, one image after another where that is clearer. Each takes the network, the batches of images and the method,
+whose fields it reads; it returns the output for each batch, and tensors of the state at the end, by their names. They
+share no code with the library but the network that `Backbone.plain` makes of ordinary layers, and random draws.
 """
 
 import copy
 import math
 
+import numpy as np
 import torch
 from torch import nn
 
 import reference
+from tribe.core import rng
+from tribe.core.all_weights import WeightLayout
+from tribe.core.rng import Key
+from tribe.core.rules import Frozen
+from tribe.core.state import leaves
+from tribe.methods.deyo import SHUFFLE
 
 
 def ordinary(net, statistics=None):
@@ -30,6 +38,174 @@ def entropy_of(logits):
     return -(logits.softmax(0) * logits.log_softmax(0)).sum()
 
 
+def entropies(logits):
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def optimiser_of(method, parameters, **sgd):
+    """The optimiser that a method's fields describe."""
+    if getattr(method, "optimizer", "adam") == "adam":
+        return torch.optim.Adam(parameters, lr=method.lr)
+    return torch.optim.SGD(parameters, lr=method.lr, momentum=0.9, **sgd)
+
+
+def learned(weights, biases, prefix="affine."):
+    """Scales and shifts of all layers, as a state names them."""
+    return {
+        f"{prefix}{name}": torch.cat([t.detach() for t in ts]) for name, ts in (("weight", weights), ("bias", biases))
+    }
+
+
+def pl(net, xs, method):
+    """Pseudo labels (2013): Adam on the cross-entropy with the most likely class."""
+    module, weights, biases = ordinary(net)
+    step, outputs = optimiser_of(method, [*weights, *biases]), []
+    for x in xs:
+        logits = module(x)
+        outputs.append(logits.detach())
+        step.zero_grad()
+        nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
+        step.step()
+    return outputs, learned(weights, biases)
+
+
+def settle(logits, features, neighbours=5, rounds=100, settled=1e-8):
+    """LAME's assignments of a batch, an image and a class at a time."""
+    count, classes = logits.shape
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    unary = -np.log(p + 1e-10)
+    f = features / np.linalg.norm(features, axis=1, keepdims=True)
+    near = []
+    for i in range(count):
+        distances = sorted((float(np.sqrt(((f[i] - f[j]) ** 2).sum())), j) for j in range(count) if j != i)
+        near.append([j for _, j in distances[:neighbours]])
+
+    def softmax(z):
+        e = np.exp(z - z.max())
+        return e / e.sum()
+
+    y, old = np.stack([softmax(-u) for u in unary]), math.inf
+    for step in range(rounds):
+        pull = np.stack([sum((y[j] for j in near[i]), np.zeros(classes)) for i in range(count)])
+        y = np.stack([softmax(pull[i] - unary[i]) for i in range(count)])
+        energy = (unary * y - pull * y + y * np.log(np.maximum(y, 1e-20))).sum()
+        if step >= 2 and abs(energy - old) <= settled * abs(old):
+            break
+        old = energy
+    return y
+
+
+def lame(net, xs, method):
+    """LAME (CVPR 2022)."""
+    passes = [net(x[None], *net.source(), Frozen()) for x in xs]
+    settings = {name: getattr(method, name) for name in ("neighbours", "rounds", "settled")}
+    return [torch.from_numpy(settle(p.logits[0].numpy(), p.features[0].numpy(), **settings)) for p in passes], {}
+
+
+def eata(net, xs, method):
+    """EATA (ICML 2022)."""
+    module, weights, biases = ordinary(net)
+    start = [p.detach().clone() for p in (*weights, *biases)]
+    widths, known = [len(w) for w in weights], method.knowledge
+    share = 1 if method.fisher == "sum" else 1 / known.spec["batches"]
+    fisher = [share * f for name in ("weight", "bias") for f in known.tensors[name].split(widths)]
+    step, mean, steps, outputs = optimiser_of(method, [*weights, *biases]), None, 0, []
+    for x in xs:
+        logits = module(x)
+        outputs.append(logits.detach())
+        limit = method.e0 * math.log(logits.shape[1])
+        kept = []
+        for i, p in enumerate(logits.detach().softmax(1)):
+            alike = 0.0 if mean is None else float(mean @ p / mean.norm() / p.norm())
+            if float(entropy_of(logits[i].detach())) < limit and (mean is None or abs(alike) < method.d):
+                kept.append(i)
+        if not kept:
+            continue
+        loss = 0
+        for i in kept:
+            doubt = entropy_of(logits[i])
+            loss = loss + math.exp(limit - float(doubt.detach())) * doubt / len(kept)
+        for p, p0, f in zip((*weights, *biases), start, fisher, strict=True):
+            loss = loss + method.alpha * (f * (p - p0) ** 2).sum()
+        step.zero_grad()
+        loss.backward()
+        step.step()
+        seen = logits.detach()[kept].softmax(1).mean(0)
+        mean = seen if mean is None else 0.9 * mean + 0.1 * seen
+        steps += 1
+    assert 0 < steps < len(xs) or method.d > 0.5, "every batch was learned from: the choice was not tested"
+    return outputs, learned(weights, biases) | {"mean": mean, "adam.steps": torch.tensor(steps)}
+
+
+def sar(net, xs, method):
+    """SAR (ICLR 2023), but for its recovery. A frozen tail is the layer "1", the second layer, or none."""
+    module, weights, biases = ordinary(net)
+    adapted = {("1",): [1], 0.5: [0], 0.0: [0, 1]}[method.frozen_tail]
+    parameters = [p for i in adapted for p in (weights[i], biases[i])]
+    step, mean, outputs = torch.optim.SGD(parameters, lr=method.lr, momentum=method.momentum), None, []
+    for x in xs:
+        here = [p.detach().clone() for p in parameters]
+        logits = module(x)
+        outputs.append(logits.detach())
+        doubt, limit = entropies(logits), method.e0 * math.log(logits.shape[1])
+        reliable = doubt < limit
+        if reliable.any():
+            slope = torch.autograd.grad(doubt[reliable].mean(), parameters)
+            length = math.sqrt(sum(float((g.detach() ** 2).sum()) for g in slope))
+            with torch.no_grad():
+                for p, g in zip(parameters, slope, strict=True):
+                    p += method.rho * g / length
+        doubt = entropies(module(x))
+        still = reliable & (doubt < limit)
+        slope = torch.autograd.grad(doubt[still].mean() if still.any() else 0 * doubt.sum(), parameters)
+        with torch.no_grad():
+            for p, p0, g in zip(parameters, here, slope, strict=True):
+                p.copy_(p0)
+                p.grad = g
+        step.step()
+        if still.any():
+            loss = float(doubt[still].detach().mean())
+            mean = loss if mean is None else 0.9 * mean + 0.1 * loss
+    return outputs, learned(weights, biases) | {"mean": torch.tensor(mean, dtype=weights[0].dtype)}
+
+
+def roid(net, xs, method):
+    """ROID (WACV 2024) without its prior."""
+    module, weights, biases = ordinary(net)
+    parameters = [*weights, *biases]
+    start = [p.detach().clone() for p in parameters]
+    step, mean, outputs = optimiser_of(method, parameters, nesterov=True), None, []
+    for x in xs:
+        logits = module(x)
+        count, classes = logits.shape
+        p = logits.detach().softmax(1)
+        mean = torch.full_like(p[0], 1 / classes) if mean is None else mean
+        diversity = torch.stack([1 - mean @ q / mean.norm() / q.norm() for q in p])
+        diversity = (diversity - diversity.min()) / (diversity.max() - diversity.min())
+        certainty = torch.stack([-entropy_of(z) for z in logits.detach()])
+        certainty = (certainty - certainty.min()) / (certainty.max() - certainty.min())
+        kept = [i for i in range(count) if diversity[i] >= diversity.mean()]
+        other = module(method.augment(x)[kept])
+        loss = 0
+        for row, i in enumerate(kept):
+            q = logits[i].softmax(0).clamp(max=0.99)
+            ratio = -sum(v * torch.log(v / (1 - v) + 1e-5) for v in q)
+            a, b = logits[i], other[row]
+            agree = -0.5 * (a.softmax(0) * b.log_softmax(0)).sum() - 0.5 * (b.softmax(0) * a.log_softmax(0)).sum()
+            loss = loss + math.exp(float(diversity[i] * certainty[i]) / method.tau) * (ratio + agree) / count
+        step.zero_grad()
+        loss.backward()
+        step.step()
+        with torch.no_grad():
+            for now, then in zip(parameters, start, strict=True):
+                now.copy_(method.alpha * now + (1 - method.alpha) * then)
+        mean = method.beta * mean + (1 - method.beta) * p.mean(0)
+        outputs.append(p)
+    return outputs, learned(weights, biases) | {"mean": mean}
+
+
 def in_pieces(image, patches, order):
     """One image (C, H, W): the patch at place i comes from place order[i], row by row."""
     height, width = image.shape[1] // patches, image.shape[2] // patches
@@ -45,35 +221,40 @@ def in_pieces(image, patches, order):
     return mixed
 
 
-def deyo(net, xs, orders, *, tau_ent, tau_plpd, ent_0, patches, frozen=(), optimiser):
-    """DeYO (ICLR 2024); ``orders`` are the places of the patches of every image, ``frozen`` layers do not learn.
+def orders(steps, batch, patches, seed=0):
+    """The places of the patches of every image of a stream, as DeYO draws them."""
+    keys = [rng.Key(torch.tensor([seed]), torch.tensor([clock])) for clock in range(steps)]
+    return [rng.uniform(key, SHUFFLE, (batch, patches**2))[0].argsort(dim=-1, stable=True).tolist() for key in keys]
 
-    Returns the logits of each batch, the scales and shifts, and how many images each batch taught.
-    """
+
+def deyo(net, xs, method):
+    """DeYO (ICLR 2024); with a frozen tail, the second of two layers does not learn."""
+    frozen = [1] if method.frozen_tail else []
     module, weights, biases = ordinary(net)
     learning = [p for i, pair in enumerate(zip(weights, biases, strict=True)) if i not in frozen for p in pair]
-    step, outputs, taught = optimiser(learning), [], []
-    for x, order in zip(xs, orders, strict=True):
+    step, outputs, taught = optimiser_of(method, learning), [], []
+    for x, order in zip(xs, orders(len(xs), len(xs[0]), method.patches), strict=True):
         logits = module(x)
         outputs.append(logits.detach())
         unit = math.log(logits.shape[1])
-        low = [i for i in range(len(x)) if float(entropy_of(logits[i].detach())) < tau_ent * unit]
+        low = [i for i in range(len(x)) if float(entropy_of(logits[i].detach())) < method.tau_ent * unit]
         terms = []
         if low:
             with torch.no_grad():
-                others = module(torch.stack([in_pieces(x[i], patches, order[i]) for i in low]))
+                others = module(torch.stack([in_pieces(x[i], method.patches, order[i]) for i in low]))
             for i, other in zip(low, others, strict=True):
                 entropy, label = entropy_of(logits[i]), int(logits[i].argmax())
                 plpd = float(logits[i].softmax(0)[label].detach() - other.softmax(0)[label])
-                if plpd > tau_plpd:
-                    weight = 1 / math.exp(float(entropy.detach()) - ent_0 * unit) + 1 / math.exp(-plpd)
+                if plpd > method.tau_plpd:
+                    weight = 1 / math.exp(float(entropy.detach()) - method.ent_0 * unit) + 1 / math.exp(-plpd)
                     terms.append(weight * entropy)
         taught.append(len(terms))
         if terms:
             step.zero_grad()
             (sum(terms) / len(terms)).backward()
             step.step()
-    return outputs, weights, biases, taught
+    assert any(0 < count < len(xs[0]) for count in taught), "every image was chosen, or none: the choice was not tested"
+    return outputs, learned(weights, biases) | {"adam.steps": torch.tensor(sum(count > 0 for count in taught))}
 
 
 class RobustNorm(nn.Module):
@@ -114,11 +295,9 @@ def features_by_class(net, xs, classes):
     return torch.stack([g.mean(0) for g in groups]), torch.stack([g.T.cov().diagonal() for g in groups])
 
 
-def petta(net, xs, source_mean, source_var, f):
-    """PeTTA (NeurIPS 2024) with the fields ``f``, a mapping; ``f["augment"]`` is a function without randomness.
-
-    Returns the logits of each batch, the layers of teacher, student and anchor, the mean features, and each gamma.
-    """
+def petta(net, xs, method):
+    """PeTTA (NeurIPS 2024); its augmentation is a function without randomness."""
+    f, source_mean, source_var = vars(method), *(method.knowledge.tensors[name].double() for name in ("mean", "var"))
 
     def cross_entropy(target, logits):
         return -(target.softmax(1) * logits.log_softmax(1)).sum(1)
@@ -178,7 +357,19 @@ def petta(net, xs, source_mean, source_var, f):
             for own, other in zip(teacher_layers, student_layers, strict=True):
                 for name in ("weight", "bias"):
                     getattr(own, name).mul_(1 - alpha).add_(alpha * getattr(other, name))
-    return outputs, (teacher_layers, student_layers, anchor_layers), mean, gammas
+    assert gammas[0] == 0, "before the first batch the mean features are the source's"
+    assert 0.01 < gammas[-1] < 0.99, "the divergence says nothing: alpha and lambda were not tested"
+    assert len({int(label) for z in outputs for label in z.argmax(1)}) > 2
+    named = {"mean": mean}
+    for name, layers in (("teacher", teacher_layers), ("student", student_layers)):
+        named |= learned([m.weight for m in layers], [m.bias for m in layers], f"{name}.affine.")
+    for name, layers in (
+        ("teacher.stats", teacher_layers),
+        ("student.stats", student_layers),
+        ("anchor", anchor_layers),
+    ):
+        named |= {f"{name}.{kind}": torch.cat([getattr(m, kind) for m in layers])[None] for kind in ("mean", "var")}
+    return outputs, named
 
 
 class BatchRenorm(nn.Module):
@@ -200,14 +391,16 @@ class BatchRenorm(nn.Module):
         return weight * ((x - mean) / sigma * r + d) + bias
 
 
-def delta(net, xs, *, alpha, lambda_, loss, optimiser):
-    """DELTA (ICLR 2023). Returns the logits of each batch, the normalisation layers, and z."""
+def delta(net, xs, method):
+    """DELTA (ICLR 2023)."""
+    loss, lambda_ = method.loss, method.lambda_
     module, _, _ = ordinary(net)
     for i, layer in enumerate(module):
         if isinstance(layer, nn.BatchNorm2d):
-            module[i] = BatchRenorm(layer, alpha)
+            module[i] = BatchRenorm(layer, method.alpha)
     layers = [layer for layer in module if isinstance(layer, BatchRenorm)]
-    step, outputs, z = optimiser([p for layer in layers for p in (layer.weight, layer.bias)]), [], None
+    step = optimiser_of(method, [p for layer in layers for p in (layer.weight, layer.bias)])
+    outputs, z, trusted = [], None, 0
     for x in xs:
         logits = module(x)
         outputs.append(logits.detach())
@@ -224,12 +417,16 @@ def delta(net, xs, *, alpha, lambda_, loss, optimiser):
                 terms.append(dot * entropy_of(logits[i]))
             elif (certainty := math.log(classes) / 2 - float(entropy_of(logits[i].detach()))) > 0:
                 terms.append(dot * math.exp(certainty) * entropy_of(logits[i]))
+        trusted += len(terms)
         if terms:
             step.zero_grad()
             (sum(terms) / len(terms)).backward()
             step.step()
         z = [lambda_ * old + (1 - lambda_) * float(new) for old, new in zip(z, p.mean(0), strict=True)]
-    return outputs, layers, z
+    assert loss == "entropy" or trusted < sum(map(len, xs)), "every prediction was trusted: the choice was not tested"
+    named = learned([m.weight for m in layers], [m.bias for m in layers]) | {"mean": torch.tensor(z, dtype=xs[0].dtype)}
+    sigma = torch.cat([m.sigma for m in layers])[None]
+    return outputs, named | {"stats.mean": torch.cat([m.mean for m in layers])[None], "stats.var": sigma**2 - 1e-5}
 
 
 def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
@@ -273,11 +470,8 @@ def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
     return torch.stack(outputs), layers, sorted(item for items in bank.items for item in items)
 
 
-def bdn(net, xs, *, eta, gamma, layer, domains, confident=True):
-    """UniTTA's BDN (2024); Balanced BN is the slow loop of `reference`. ``layer`` counts BatchNorm layers.
-
-    Returns the logits of each batch, the domain of each image, and how many domains are known, the next one included.
-    """
+def bdn(net, xs, method):
+    """UniTTA's BDN (2024) at the first layer; Balanced BN is the slow loop of `reference`."""
     module, _, _ = ordinary(net, net.source()[1])
     module.requires_grad_(False)
     layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
@@ -291,7 +485,7 @@ def bdn(net, xs, *, eta, gamma, layer, domains, confident=True):
     def balanced(x, labels, counts, statistics, share):
         conventions = {"pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
         values = x.flatten(2).numpy()
-        return reference.balanced(values, labels, counts, *statistics, eta=eta, gamma=share, **conventions)
+        return reference.balanced(values, labels, counts, *statistics, eta=method.eta, gamma=share, **conventions)
 
     def run(x, moments_of):
         for m in module:
@@ -312,13 +506,13 @@ def bdn(net, xs, *, eta, gamma, layer, domains, confident=True):
         nearest = []
 
         def second(i, x, labels=labels, every=every, nearest=nearest):
-            if i == layer:
+            if i == 0:
                 for image in x:
                     mean, sigma = image.mean((1, 2)), image.var((1, 2), unbiased=False).sqrt()
                     there = [pooled(domain[i]) for domain in known]
                     apart = [float(((mean - m) ** 2 + (sigma - v.sqrt()) ** 2).sum()) for m, v in there]
                     nearest.append(apart.index(min(apart)))
-            result = balanced(x, labels, every, everything[i], gamma)
+            result = balanced(x, labels, every, everything[i], method.gamma)
             everything[i] = [result.class_mean, result.class_var]
             return result.mean, result.var
 
@@ -334,9 +528,101 @@ def bdn(net, xs, *, eta, gamma, layer, domains, confident=True):
             return torch.stack(means), torch.stack(variances)
 
         before, after = run(x, second), run(x, third)
-        if len(known) - 1 in nearest and len(known) < domains:
+        if len(known) - 1 in nearest and len(known) < method.domains:
             known.append(source())
         surer = before.softmax(1).amax(1) >= after.softmax(1).amax(1)
-        outputs.append(torch.where(surer[:, None], before, after) if confident else after)
+        outputs.append(torch.where(surer[:, None], before, after) if method.confident else after)
         assigned.append(nearest)
-    return outputs, assigned, len(known)
+    assert len({domain for batch in assigned for domain in batch}) > 1, "one domain: nothing was tested"
+    assert len(known) == 3 if method.domains == 3 else len(known) > 2
+    return outputs, {"known": torch.tensor(len(known))}
+
+
+def batch_normalised(net):
+    """The network with ordinary layers, all of which learn; BatchNorm uses each batch's own statistics."""
+    module, _, _ = ordinary(net)
+    return module.requires_grad_(True)
+
+
+def all_parameters(net, module, prefix="", without=()):
+    """The parameters of an ordinary module, as a state names them."""
+    packed = WeightLayout(net, without=without).pack({n: p.detach() for n, p in module.named_parameters()})
+    return {f"{prefix}{name}": t[0] for name, t in leaves(packed).items()}
+
+
+def cotta(net, xs, method):
+    """CoTTA (CVPR 2022) without restoring: three modules, one pass a view."""
+    source, teacher, student = (batch_normalised(net) for _ in range(3))
+    optimiser = torch.optim.Adam(student.parameters(), lr=method.lr)
+    outputs, averaged = [], 0
+    for clock, x in enumerate(xs):
+        with torch.no_grad():
+            if source(x).softmax(1).amax(1).mean() < method.p_th:
+                averaged += 1
+                keys = [Key(torch.tensor([0]), torch.tensor([clock + (i << 32)])) for i in range(method.n)]
+                target = torch.stack([teacher(method.augment(x[None], key)[0]) for key in keys]).mean(0)
+            else:
+                target = teacher(x)
+        loss = -(target.softmax(1) * student(x).log_softmax(1)).sum(1).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        with torch.no_grad():
+            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                t.mul_(method.alpha).add_(s, alpha=1 - method.alpha)
+        outputs.append(target)
+    assert method.p_th > 1 or 0 < averaged < len(xs), "views were averaged for all batches, or for none"
+    return outputs, all_parameters(net, student, "student.") | all_parameters(net, teacher, "teacher.")
+
+
+def ttac(net, xs, method):
+    """TTAC (NeurIPS 2022), sample by sample where it can be."""
+    module, known = batch_normalised(net), method.knowledge.tensors
+    body, head = module[:-1], module[-1]
+    optimiser = torch.optim.Adam(body.parameters(), lr=method.lr)
+    features = known["mean"].shape[0]
+    ridge = torch.eye(features, dtype=torch.float64) * known["cov"].max() / 30
+    mu, cov = list(known["class_mean"]), list(known["class_cov"])
+    count = [0] * len(mu)
+    total, total_cov, seen = torch.zeros(features).double(), torch.zeros(features, features).double(), 0
+
+    def gaussian(mean, covariance):
+        return torch.distributions.MultivariateNormal(mean, covariance + ridge)
+
+    def apart(p, q):
+        return (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p)) / 2
+
+    def update(mean, covariance, rows, rate):
+        d = [row - mean for row in rows]
+        delta = rate * sum(d)
+        spread = sum(torch.outer(v, v) for v in d)
+        return mean + delta, covariance + rate * (spread - len(d) * covariance) - torch.outer(delta, delta)
+
+    outputs = []
+    for x in xs:
+        f = body(x)
+        logits = head(f)
+        outputs.append(logits.detach())
+        p, label = logits.detach().softmax(1).max(1)
+        seen += len(f)
+        total, total_cov = update(total, total_cov, list(f), max(1 / seen, 1 / method.n_all))
+        loss = apart(gaussian(total, total_cov), gaussian(known["mean"], known["cov"]))
+        for k in range(len(mu)):
+            rows = [f[i] for i in range(len(f)) if label[i] == k and p[i] > method.tau_pp]
+            if not rows:
+                continue
+            count[k] += len(rows)
+            mu[k], cov[k] = update(mu[k], cov[k], rows, max(1 / count[k], 1 / method.n_clus))
+            if count[k] >= method.n_min:
+                pair = gaussian(mu[k], cov[k]), gaussian(known["class_mean"][k], known["class_cov"][k])
+                loss = loss + apart(*pair) / len(mu)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        mu, cov = [t.detach() for t in mu], [t.detach() for t in cov]
+        total, total_cov = total.detach(), total_cov.detach()
+    assert max(count) > method.n_clus, "the memory of a class was never full"
+    clusters = {"mean": torch.stack(mu), "cov": torch.stack(cov), "seen": torch.tensor(count)}
+    whole = {"mean": total[None], "cov": total_cov[None]}
+    named = {f"{kind}.{name}": t for kind, g in (("clusters", clusters), ("whole", whole)) for name, t in g.items()}
+    return outputs, all_parameters(net, module, without=nn.Linear) | named

@@ -17,7 +17,6 @@ from method_runs import play
 from tribe import methods
 from tribe.core import all_weights as weights
 from tribe.core.all_weights import WeightLayout
-from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.rng import Key
 from tribe.core.state import leaves, stream, tree_map
@@ -40,55 +39,6 @@ def training(model):
 
 
 # -- CoTTA ----------------------------------------------------------------------------------------------------------
-
-
-def slow_cotta(model, xs, p_th, n, seed=0, lr=1e-3, alpha=0.999, augment=None):
-    """CoTTA without restoring: three modules, one pass a view."""
-    augment = augment or Augment()
-    source, teacher, student = training(model), training(model), training(model)
-    optimiser = torch.optim.Adam(student.parameters(), lr=lr)
-    outputs = []
-    for clock, x in enumerate(xs):
-        with torch.no_grad():
-            if source(x[0]).softmax(1).amax(1).mean() < p_th:
-                keys = [Key(torch.tensor([seed]), torch.tensor([clock + (i << 32)])) for i in range(n)]
-                target = torch.stack([teacher(augment(x, key)[0]) for key in keys]).mean(0)
-            else:
-                target = teacher(x[0])
-        loss = -(target.softmax(1) * student(x[0]).log_softmax(1)).sum(1).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        with torch.no_grad():
-            for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
-                t.mul_(alpha).add_(s, alpha=1 - alpha)
-        outputs.append(target)
-    return outputs, student, teacher
-
-
-@pytest.mark.parametrize("both", [False, True])
-def test_cotta_equals_a_loop_of_separate_passes(both):
-    """Every view has its own random parameters and its own statistics; all batches unsure, or two of four.
-
-    The unsure ones come first: a student that equals its teacher has no gradient, and Adam makes a step of rounding.
-    """
-    model = small_network(dtype=torch.float64)
-
-    def confidence(x):
-        return training(model)(x[0]).softmax(1).amax(1).mean().item()
-
-    xs = sorted(batches(4, dtype=torch.float64), key=confidence)
-    p_th = (confidence(xs[1]) + confidence(xs[2])) / 2 if both else ALWAYS
-    net = Backbone(model)
-    method = create("cotta", p_th=p_th, p=0.0, n=7, chunk=3, alpha=0.9, lr=1e-2)
-    outputs, state = play(method, net, xs, seed=5)
-    expected, student, teacher = slow_cotta(model, xs, p_th, 7, seed=5, lr=1e-2, alpha=0.9)
-    for y, target in zip(outputs, expected, strict=True):
-        assert torch.allclose(y[0], target, rtol=0, atol=1e-8)
-    for params, module in ((state.student, student), (state.teacher, teacher)):
-        named = WeightLayout(net).unpack(params)
-        for name, p in module.named_parameters():
-            assert torch.allclose(named[name], p, rtol=0, atol=1e-8), name
 
 
 def test_the_branch_is_each_streams_own():
@@ -268,82 +218,6 @@ def test_source_knowledge_travels_in_a_file(name, tmp_path):
 
 
 # -- TTAC -----------------------------------------------------------------------------------------------------------
-
-
-def slow_ttac(model, xs, known, lr, n_clus, n_all, n_min, tau):
-    """TTAC on an ordinary module, sample by sample where it can be."""
-    net = training(model)
-    body, head = net[:-1], net[-1]
-    optimiser = torch.optim.Adam(body.parameters(), lr=lr)
-    features = known["mean"].shape[0]
-    ridge = torch.eye(features, dtype=torch.float64) * known["cov"].max() / 30
-    mu, cov = list(known["class_mean"]), list(known["class_cov"])
-    count = [0] * len(mu)
-    total, total_cov, seen = torch.zeros(features).double(), torch.zeros(features, features).double(), 0
-
-    def gaussian(mean, covariance):
-        return torch.distributions.MultivariateNormal(mean, covariance + ridge)
-
-    def apart(p, q):
-        return (torch.distributions.kl_divergence(p, q) + torch.distributions.kl_divergence(q, p)) / 2
-
-    def update(mean, covariance, rows, rate):
-        d = [row - mean for row in rows]
-        delta = rate * sum(d)
-        spread = sum(torch.outer(v, v) for v in d)
-        return mean + delta, covariance + rate * (spread - len(d) * covariance) - torch.outer(delta, delta)
-
-    outputs = []
-    for x in xs:
-        f = body(x[0])
-        logits = head(f)
-        outputs.append(logits.detach())
-        p, label = logits.detach().softmax(1).max(1)
-        seen += len(f)
-        total, total_cov = update(total, total_cov, list(f), max(1 / seen, 1 / n_all))
-        loss = apart(gaussian(total, total_cov), gaussian(known["mean"], known["cov"]))
-        for k in range(len(mu)):
-            rows = [f[i] for i in range(len(f)) if label[i] == k and p[i] > tau]
-            if not rows:
-                continue
-            count[k] += len(rows)
-            mu[k], cov[k] = update(mu[k], cov[k], rows, max(1 / count[k], 1 / n_clus))
-            if count[k] >= n_min:
-                pair = gaussian(mu[k], cov[k]), gaussian(known["class_mean"][k], known["class_cov"][k])
-                loss = loss + apart(*pair) / len(mu)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        mu, cov = [t.detach() for t in mu], [t.detach() for t in cov]
-        total, total_cov = total.detach(), total_cov.detach()
-    return outputs, net, torch.stack(mu), torch.stack(cov), count, total, total_cov
-
-
-def test_ttac_equals_a_loop_over_samples():
-    model, xs = small_network(dtype=torch.float64), batches(6, batch=12, dtype=torch.float64)
-    net = Backbone(model)
-    fields = {"lr": 1e-3, "n_clus": 20, "n_all": 40, "n_min": 10}
-    method = methods.create("ttac", classes=CLASSES, tau_pp=0.6, **fields)
-    method = dataclasses.replace(
-        method, knowledge=method.study(net, [(x[0] * 0.8, None) for x in batches(5, batch=16, dtype=torch.float64)])
-    )
-    outputs, state = play(method, net, xs)
-    known = dict(method.knowledge.tensors)
-    expected, module, mu, cov, count, total, total_cov = slow_ttac(model, xs, known, tau=0.6, **fields)
-    for y, target in zip(outputs, expected, strict=True):
-        assert torch.allclose(y[0], target, rtol=0, atol=1e-8)
-    assert state.clusters.seen[0].tolist() == count
-    assert max(count) > 20, "the memory of a class was never full"
-    for mine, slow in ((state.clusters.mean[0], mu), (state.clusters.cov[0], cov)):
-        assert torch.allclose(mine, slow, rtol=0, atol=1e-9)
-    assert torch.allclose(state.whole.mean[0, 0], total, atol=1e-9)
-    assert torch.allclose(state.whole.cov[0, 0], total_cov, atol=1e-9)
-    layout = WeightLayout(net, without=nn.Linear)
-    named = layout.unpack(weights.Parameters(state.affine, state.weights))
-    frozen = {"8.weight", "8.bias"}
-    assert named.keys() == {name for name, _ in module.named_parameters()} - frozen
-    for name, value in named.items():
-        assert torch.allclose(value, module.get_parameter(name), rtol=0, atol=1e-7), name
 
 
 @pytest.mark.parametrize("statistics", ["batch", "frozen"])

@@ -1,15 +1,14 @@
-"""PL, LAME, EATA, SAR and ROID against slow loops over ordinary layers, and at their edges."""
+"""LAME, EATA, SAR and ROID at their edges; test_equations.py compares them with plain loops."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from method_runs import DOUBLE, assert_affine, batches, network, play
-from plain_methods import entropy_of, ordinary
+import plain_methods
+from method_runs import DOUBLE, batches, network, play
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods
 from tribe.core.augment import Augment
@@ -21,82 +20,7 @@ from tribe.methods.lame import nearest
 from tribe.methods.sar import adapted_channels
 from tribe.testing import images
 
-
-def entropies(logits):
-    log_p = logits.log_softmax(-1)
-    return -(log_p.exp() * log_p).sum(-1)
-
-
-# -- PL ---------------------------------------------------------------------------------------------------------------
-
-
-def test_pl_is_adam_on_the_cross_entropy_with_its_own_argmax():
-    net, xs = network(), batches()
-    outputs, state = play(methods.create("pl"), net, xs)
-    module, weights, biases = ordinary(net)
-    optimiser = torch.optim.Adam([*weights, *biases], lr=1e-3)
-    for x, y in zip(xs, outputs, strict=True):
-        logits = module(x[0])
-        torch.testing.assert_close(y[0], logits.detach(), rtol=0, atol=1e-10)
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
-        optimiser.step()
-    assert_affine(state.affine, weights, biases)
-
-
 # -- LAME -------------------------------------------------------------------------------------------------------------
-
-
-def lame_by_hand(logits, features, neighbours=5, rounds=100, settled=1e-8):
-    """Straight from the equations, an image and a class at a time."""
-    count, classes = logits.shape
-    p = np.exp(logits - logits.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    unary = -np.log(p + 1e-10)
-    f = features / np.linalg.norm(features, axis=1, keepdims=True)
-    near = []
-    for i in range(count):
-        distances = sorted((float(np.sqrt(((f[i] - f[j]) ** 2).sum())), j) for j in range(count) if j != i)
-        near.append([j for _, j in distances[:neighbours]])
-
-    def softmax(z):
-        e = np.exp(z - z.max())
-        return e / e.sum()
-
-    y, old = np.stack([softmax(-u) for u in unary]), math.inf
-    for step in range(rounds):
-        pull = np.stack([sum((y[j] for j in near[i]), np.zeros(classes)) for i in range(count)])
-        y = np.stack([softmax(pull[i] - unary[i]) for i in range(count)])
-        energy = (unary * y - pull * y + y * np.log(np.maximum(y, 1e-20))).sum()
-        if step >= 2 and abs(energy - old) <= settled * abs(old):
-            break
-        old = energy
-    return y
-
-
-def source_outputs(net, x):
-    logits, features, _ = net(x, *net.source(len(x)), Frozen())
-    return logits[0].numpy(), features[0].numpy()
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 6, 7, 24])
-@pytest.mark.parametrize("classes", [2, 4])
-def test_lame_equals_a_slow_loop(batch, classes):
-    net = network(classes)
-    x = images(1, batch, 3, DOUBLE)
-    (y,), _ = play(methods.create("lame"), net, [x])
-    np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x)), atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"neighbours": 2}, {"rounds": 1}, {"rounds": 5}, {"settled": 1e-2}, {"settled": 9.0}]
-)
-def test_every_field_of_lame_does_what_it_says(fields):
-    net, x = network(sure=0.1), images(1, 12, 1, DOUBLE)  # unsure: neighbours need many rounds to agree
-    (y,), _ = play(methods.create("lame", **fields), net, [x])
-    np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x), **fields), atol=1e-9)
-    (plain,), _ = play(methods.create("lame"), net, [x])
-    assert not torch.allclose(y, plain, atol=1e-7), "the field changed nothing: the comparison says nothing"
 
 
 def test_a_stream_that_has_settled_stays_while_another_goes_on():
@@ -107,19 +31,19 @@ def test_a_stream_that_has_settled_stays_while_another_goes_on():
     valid[0, 1:] = False
     method = methods.create("lame")
     y, _ = method.step(net, method.init(net, 2), x, valid)
-    np.testing.assert_allclose(y[0, :1].numpy(), lame_by_hand(*source_outputs(net, x[:1, :1])), atol=1e-12)
-    np.testing.assert_allclose(y[1].numpy(), lame_by_hand(*source_outputs(net, x[1:])), atol=1e-9)
+    for row, images_ in ((y[0, :1], x[0, :1]), (y[1], x[1])):
+        (wanted,), _ = plain_methods.lame(net, [images_], method)
+        torch.testing.assert_close(row, wanted, rtol=0, atol=1e-9)
 
 
 def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
     net = network()
     x = torch.cat((images(1, 1, 5, DOUBLE).expand(1, 7, 3, 8, 8), images(1, 5, 6, DOUBLE)), 1)
-    near = nearest(torch.from_numpy(source_outputs(net, x)[1])[None], torch.ones(1, 12, dtype=torch.bool), 5)
+    near = nearest(net(x, *net.source(), Frozen()).features, torch.ones(1, 12, dtype=torch.bool), 5)
     assert near.ids[0, :7].lt(7).all(), "a copy has other neighbours than copies"
     assert not near.ids[0].eq(torch.arange(12)[:, None]).any(), "an image is its own neighbour"
     (y,), _ = play(methods.create("lame"), net, [x])
     torch.testing.assert_close(y[0, :7], y[0, :1].expand(7, -1), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(y[0].numpy(), lame_by_hand(*source_outputs(net, x)), atol=1e-9)
 
 
 def test_lame_refuses_features_that_are_not_one_an_image():
@@ -142,50 +66,6 @@ def test_lame_refuses_features_that_are_not_one_an_image():
 # -- EATA -------------------------------------------------------------------------------------------------------------
 
 
-def eata_by_hand(net, xs, fisher, e0=0.4, d=0.05, alpha=2000.0, lr=1e-3):
-    module, weights, biases = ordinary(net)
-    start = [p.detach().clone() for p in (*weights, *biases)]
-    optimiser, mean, steps = torch.optim.Adam([*weights, *biases], lr=lr), None, 0
-    for x in xs:
-        logits = module(x[0])
-        classes = logits.shape[1]
-        kept = []
-        for i, p in enumerate(logits.detach().softmax(1)):
-            alike = 0.0 if mean is None else float(mean @ p / mean.norm() / p.norm())
-            if float(entropy_of(logits[i].detach())) < e0 * math.log(classes) and (mean is None or abs(alike) < d):
-                kept.append(i)
-        if not kept:
-            continue
-        loss = 0
-        for i in kept:
-            doubt = entropy_of(logits[i])
-            loss = loss + math.exp(e0 * math.log(classes) - float(doubt.detach())) * doubt / len(kept)
-        for p, p0, f in zip((*weights, *biases), start, fisher, strict=True):
-            loss = loss + alpha * (f * (p - p0) ** 2).sum()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        seen = logits.detach()[kept].softmax(1).mean(0)
-        mean = seen if mean is None else 0.9 * mean + 0.1 * seen
-        steps += 1
-    return weights, biases, mean, steps
-
-
-@pytest.mark.parametrize(("classes", "d"), [(4, 0.6), (4, 0.05), (2, 0.9)])
-def test_eata_equals_a_slow_loop(classes, d):
-    net, xs = network(classes, sure=3.0), batches(8)
-    pieces = [torch.rand(n, generator=torch.Generator().manual_seed(n), dtype=DOUBLE) for n in (6, 8, 6, 8)]
-    tensors = {"weight": torch.cat(pieces[:2]), "bias": torch.cat(pieces[2:])}
-    knowledge = Knowledge("eata", tensors, net.fingerprint(exact=False), {"batches": 4})
-    method = methods.create("eata", classes=classes, d=d, alpha=20.0, knowledge=knowledge)
-    _, state = play(method, net, xs)
-    weights, biases, mean, steps = eata_by_hand(net, xs, pieces, d=d, alpha=5.0)
-    assert 0 < steps < len(xs) or d > 0.5, "every batch was learned from: the choice was not tested"
-    assert int(state.adam.steps) == steps
-    torch.testing.assert_close(state.mean[0], mean, rtol=0, atol=1e-10)
-    assert_affine(state.affine, weights, biases)
-
-
 def test_some_streams_step_and_others_stay_bit_for_bit():
     """The first stream's moving mean is like every prediction, so that nothing is new to it."""
     net, x = network(dtype=torch.float32, sure=3.0), images(2, 8)
@@ -201,33 +81,6 @@ def test_some_streams_step_and_others_stay_bit_for_bit():
     assert int(after.adam.steps[1]) == int(state.adam.steps[1]) + 1
     assert not torch.equal(after.affine.weight[1], state.affine.weight[1])
     assert float(after.info.trusted[0]) == 0 < float(after.info.trusted[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
-@pytest.mark.parametrize("fisher", ["mean", "sum"])
-def test_eata_studied_and_played_equals_plain_pytorch(fisher, dtype):
-    """From source images to adapted parameters, with an ordinary module, backward() and torch.optim alone."""
-    net, xs, source = network(dtype=dtype, sure=3.0), batches(6, dtype=dtype), batches(9, dtype=dtype)[6:]
-    module, weights, biases = ordinary(net)
-    total = [torch.zeros_like(p) for p in (*weights, *biases)]
-    for x in source:
-        module.zero_grad()
-        logits = module(x[0])
-        nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
-        for squares, p in zip(total, (*weights, *biases), strict=True):
-            squares += p.grad**2
-    wanted = [squares / len(source) if fisher == "mean" else squares for squares in total]
-
-    fields = {"classes": 4, "d": 2.0, "alpha": 20.0}
-    method = methods.create("eata", **fields, fisher=fisher)
-    method = dataclasses.replace(method, knowledge=method.study(net, [(x[0], None) for x in source]))
-    _, state = play(method, net, xs)
-    weights, biases, _, steps = eata_by_hand(net, xs, wanted, d=2.0, alpha=20.0)
-    assert int(state.adam.steps) == steps == len(xs)
-    assert method.knowledge.spec == {"images": 21, "batches": 3}
-    assert_affine(state.affine, weights, biases, atol=1e-6)
-    other = dataclasses.replace(method, fisher="sum" if fisher == "mean" else "mean")
-    assert (play(other, net, xs)[1].affine.weight - state.affine.weight).abs().max() > 1e-5, "the penalty did nothing"
 
 
 @pytest.mark.parametrize("batches_", [None, 0, -1, 2.5, "31", True])
@@ -263,50 +116,6 @@ def test_study_reproduces_the_recorded_fisher_information():
 
 
 # -- SAR --------------------------------------------------------------------------------------------------------------
-
-
-def sar_by_hand(net, xs, adapted, e0=0.4, rho=0.05, lr=0.00025, momentum=0.9):
-    """Both passes with ordinary layers; `adapted` says which layers move."""
-    module, weights, biases = ordinary(net)
-    parameters = [p for i in adapted for p in (weights[i], biases[i])]
-    optimiser, mean = torch.optim.SGD(parameters, lr=lr, momentum=momentum), None
-    for x in xs:
-        here = [p.detach().clone() for p in parameters]
-        doubt = entropies(module(x[0]))
-        reliable = doubt < e0 * math.log(4)
-        if reliable.any():
-            slope = torch.autograd.grad(doubt[reliable].mean(), parameters)
-            length = math.sqrt(sum(float((g.detach() ** 2).sum()) for g in slope))
-            with torch.no_grad():
-                for p, g in zip(parameters, slope, strict=True):
-                    p += rho * g / length
-        doubt = entropies(module(x[0]))
-        still = reliable & (doubt < e0 * math.log(4))
-        slope = torch.autograd.grad(doubt[still].mean() if still.any() else 0 * doubt.sum(), parameters)
-        with torch.no_grad():
-            for p, p0, g in zip(parameters, here, slope, strict=True):
-                p.copy_(p0)
-                p.grad = g
-        optimiser.step()
-        if still.any():
-            loss = float(doubt[still].detach().mean())
-            mean = loss if mean is None else 0.9 * mean + 0.1 * loss
-    return weights, biases, mean
-
-
-@pytest.mark.parametrize(("tail", "adapted"), [(0.0, (0, 1)), (0.5, (0,)), (("1",), (1,))])
-def test_sar_steps_from_here_along_the_slope_of_the_worst_place_nearby(tail, adapted):
-    net, xs = network(sure=2.0), batches(6)
-    method = methods.create("sar", classes=4, lr=0.05, rho=0.3, e_m=0.0, frozen_tail=tail)
-    outputs, state = play(method, net, xs)
-    weights, biases, mean = sar_by_hand(net, xs, adapted, lr=0.05, rho=0.3)
-    assert_affine(state.affine, weights, biases)
-    assert float(state.mean) == pytest.approx(mean, abs=1e-10)
-    origin = net.source()[0].weight
-    for i, columns in enumerate((slice(0, 6), slice(6, 14))):
-        assert torch.equal(state.affine.weight[:, columns], origin[:, columns]) == (i not in adapted)
-    flat, _ = play(dataclasses.replace(method, rho=0.0), net, xs)
-    assert not torch.allclose(flat[-1], outputs[-1], atol=1e-6), "the ball changed nothing"
 
 
 def test_a_collapsed_stream_goes_back_to_the_source_and_the_others_go_on():
@@ -367,58 +176,6 @@ def test_the_frozen_tail_is_named_or_counted():
 
 def view(x):
     return 0.9 * x.flip(-1) + 0.05
-
-
-def roid_by_hand(net, xs, lr=1e-3, sgd=False, alpha=0.99, beta=0.9, tau=1 / 3):
-    module, weights, biases = ordinary(net)
-    parameters = [*weights, *biases]
-    start = [p.detach().clone() for p in parameters]
-    if sgd:
-        optimiser = torch.optim.SGD(parameters, lr=lr, momentum=0.9, nesterov=True)
-    else:
-        optimiser = torch.optim.Adam(parameters, lr=lr)
-    mean, outputs = None, []
-    for x in xs:
-        logits = module(x[0])
-        count, classes = logits.shape
-        p = logits.detach().softmax(1)
-        mean = torch.full((classes,), 1 / classes, dtype=DOUBLE) if mean is None else mean
-        diversity = torch.stack([1 - mean @ q / mean.norm() / q.norm() for q in p])
-        diversity = (diversity - diversity.min()) / (diversity.max() - diversity.min())
-        certainty = torch.stack([-entropy_of(z) for z in logits.detach()])
-        certainty = (certainty - certainty.min()) / (certainty.max() - certainty.min())
-        kept = [i for i in range(count) if diversity[i] >= diversity.mean()]
-        other = module(view(x[0])[kept])
-        loss = 0
-        for row, i in enumerate(kept):
-            q = logits[i].softmax(0).clamp(max=0.99)
-            ratio = -sum(v * torch.log(v / (1 - v) + 1e-5) for v in q)
-            a, b = logits[i], other[row]
-            agree = -0.5 * (a.softmax(0) * b.log_softmax(0)).sum() - 0.5 * (b.softmax(0) * a.log_softmax(0)).sum()
-            loss = loss + math.exp(float(diversity[i] * certainty[i]) / tau) * (ratio + agree) / count
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        with torch.no_grad():
-            for now, then in zip(parameters, start, strict=True):
-                now.copy_(alpha * now + (1 - alpha) * then)
-        mean = beta * mean + (1 - beta) * p.mean(0)
-        outputs.append(logits.detach())
-    return weights, biases, mean, outputs
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
-@pytest.mark.parametrize("classes", [2, 4])
-def test_roid_equals_a_slow_loop(classes, optimizer):
-    net, xs = network(classes), batches(5)
-    lr = 1e-3 if optimizer == "adam" else 0.005
-    method = methods.create("roid", classes=classes, lr=lr, optimizer=optimizer, prior="none", augment=view)
-    outputs, state = play(method, net, xs)
-    weights, biases, mean, expected = roid_by_hand(net, xs, lr, optimizer == "sgd")
-    for y, logits in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y[0], logits.softmax(-1), rtol=0, atol=1e-10)
-    assert_affine(state.affine, weights, biases)
-    torch.testing.assert_close(state.mean[0], mean, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["logits", "posteriors"])

@@ -1,4 +1,4 @@
-"""DeYO, PeTTA, DELTA, SoTTA, CMF and BDN, which are later than the paper: against plain loops, and at their edges."""
+"""DeYO, PeTTA, SoTTA, CMF and BDN at their edges; test_equations.py compares most of them with plain loops."""
 
 import dataclasses
 from functools import partial
@@ -9,74 +9,17 @@ from torch import nn
 
 import method_runs
 import plain_methods
-from method_runs import DOUBLE, network, play
+from method_runs import DOUBLE, darker, even_network, network, play, varied
 from tribe import methods, models
 from tribe.core import memory, rng
 from tribe.core.backbone import Backbone
-from tribe.methods.deyo import SHUFFLE, shuffled
-from tribe.testing import images, small_network
+from tribe.methods.deyo import shuffled
+from tribe.testing import images
 
 batches, assert_affine = partial(method_runs.batches, batch=9), partial(method_runs.assert_affine, atol=1e-6)
 
 
-def even_network(sources, sure=1.0):
-    """The contract's network, its classifier shifted so that all classes are predicted."""
-    model = small_network(4, dtype=DOUBLE)
-    with torch.no_grad():
-        logits = model(torch.cat([x[0] for x in sources]))
-        model[-1].bias -= logits.mean(0)
-        for parameter in (model[-1].weight, model[-1].bias):
-            parameter.mul_(sure / (logits - logits.mean(0)).std())
-    return Backbone(model)
-
-
-def varied(steps, batch=9, dtype=DOUBLE, first=0):
-    """Batches of one stream whose images differ in brightness and in strength of each colour, so in class."""
-
-    def tinted(seed):
-        x = images(batch, 1, seed, dtype).transpose(0, 1)
-        tint = torch.rand(1, batch, 3, 1, 1, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-        return x * tint
-
-    return [tinted(seed) for seed in range(first, first + steps)]
-
-
 # -- DeYO -------------------------------------------------------------------------------------------------------------
-
-
-def orders(steps, batch, patches, seed=0):
-    """The places of the patches of every image of a stream, as the method draws them."""
-    keys = [rng.Key(torch.tensor([seed]), torch.tensor([clock])) for clock in range(steps)]
-    return [rng.uniform(key, SHUFFLE, (batch, patches**2))[0].argsort(dim=-1, stable=True).tolist() for key in keys]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE], ids=str)
-@pytest.mark.parametrize(
-    ("fields", "optimiser"),
-    [
-        ({"optimizer": "adam", "lr": 1e-3, "frozen_tail": 0.0}, partial(torch.optim.Adam, lr=1e-3)),
-        ({"lr": 0.01, "frozen_tail": 0.5, "patches": 2}, partial(torch.optim.SGD, lr=0.01, momentum=0.9)),
-    ],
-    ids=["adam", "sgd, half of the layers frozen"],
-)
-def test_deyo_equals_plain_pytorch(fields, optimiser, dtype):
-    net, xs = network(dtype=dtype), batches(8, dtype=dtype)
-    method = methods.create("deyo", classes=4, **fields)
-    outputs, state = play(method, net, xs)
-    expected, weights, biases, taught = plain_methods.deyo(
-        net,
-        [x[0] for x in xs],
-        orders(len(xs), 9, method.patches),
-        **{name: getattr(method, name) for name in ("tau_ent", "tau_plpd", "ent_0", "patches")},
-        frozen=[1] if method.frozen_tail else [],
-        optimiser=optimiser,
-    )
-    for y, logits in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6 if dtype == DOUBLE else 1e-4)
-    assert_affine(state.affine, weights, biases)
-    assert int(state.adam.steps) == sum(count > 0 for count in taught) > 2
-    assert any(0 < count < 9 for count in taught), "every image was chosen, or none: the choice was not tested"
-    assert (state.affine.weight - net.source()[0].weight).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("fields", [{"tau_ent": 0.0}, {"tau_plpd": 1.0}])
@@ -93,7 +36,7 @@ def test_patches_are_shuffled_whole_and_each_image_has_its_own_order():
     x = torch.arange(2 * 3 * 8 * 8, dtype=torch.float32).view(1, 2, 3, 8, 8)
     key = rng.Key(torch.tensor([3]), torch.tensor([5]))
     mixed = shuffled(x, 4, key)
-    places = orders(6, 2, 4, seed=3)[5]
+    places = plain_methods.orders(6, 2, 4, seed=3)[5]
     for image, pieces, order in zip(x[0], mixed[0], places, strict=True):
         assert torch.equal(pieces, plain_methods.in_pieces(image, 4, order))
     assert places[0] != places[1]
@@ -121,45 +64,9 @@ def test_deyo_refuses_what_has_no_patches():
 # -- PeTTA ------------------------------------------------------------------------------------------------------------
 
 
-def darker(x):
-    return x.flip(-1) * 0.8
-
-
 def studied(net, sources, **fields):
     method = methods.create("petta", classes=4, augment=darker, **fields)
     return dataclasses.replace(method, knowledge=method.study(net, [(x[0], None) for x in sources]))
-
-
-PETTA = [
-    {},
-    {"loss": "plain", "regularizer": "l2", "lambda_0": 3.0},
-    {"sensing": "paper", "nu": 0.01, "alpha_0": 0.2, "anchor_weight": 0.3, "alpha_bn": 0.2},
-]
-
-
-@pytest.mark.parametrize("fields", PETTA, ids=["released", "plain loss, squares", "as printed"])
-def test_petta_equals_plain_pytorch(fields):
-    xs, sources = varied(7), varied(7, first=50)
-    net = even_network(sources)
-    method = studied(net, sources, size=12, lr=5e-3, **fields)
-    outputs, state = play(method, net, xs)
-    mean, var = plain_methods.features_by_class(net, [x[0] for x in sources], 4)
-    torch.testing.assert_close(method.knowledge.tensors["mean"].double(), mean, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(method.knowledge.tensors["var"].double(), var, rtol=1e-6, atol=1e-7)
-    known = (method.knowledge.tensors[name].double() for name in ("mean", "var"))  # kept in float32
-    expected, layers, mean, gammas = plain_methods.petta(net, [x[0] for x in xs], *known, vars(method))
-    for y, logits in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
-    for branch, own in zip((state.teacher, state.student), layers, strict=False):
-        assert_affine(branch.affine, [layer.weight for layer in own], [layer.bias for layer in own])
-    for stats, own in zip((state.teacher.stats, state.student.stats, state.anchor), layers, strict=True):
-        torch.testing.assert_close(stats.mean[0, 0], torch.cat([layer.mean for layer in own]), rtol=0, atol=1e-6)
-        torch.testing.assert_close(stats.var[0, 0], torch.cat([layer.var for layer in own]), rtol=0, atol=1e-6)
-    torch.testing.assert_close(state.mean[0], mean, rtol=0, atol=1e-6)
-    assert gammas[0] == 0, "before the first batch the mean features are the source's"
-    assert 0.01 < gammas[-1] < 0.99, "the divergence says nothing: alpha and lambda were not tested"
-    assert int(state.memory.held) > 6
-    assert len({int(label) for y in outputs for label in y[0].argmax(-1)}) > 2
 
 
 def test_petta_follows_the_student_less_where_features_diverge():
@@ -188,28 +95,6 @@ def test_a_class_without_source_images_has_the_features_of_all():
 
 
 # -- DELTA ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("loss", ["weighted entropy", "entropy", "pseudo labels"])
-def test_delta_equals_plain_pytorch(loss):
-    xs, lr = varied(7), 0.01
-    net = even_network(xs, sure=0.3)
-    adam = loss != "entropy"
-    method = methods.create("delta", classes=4, loss=loss, alpha=0.8, lr=lr, optimizer="adam" if adam else "sgd")
-    outputs, state = play(method, net, xs)
-    optimiser = partial(torch.optim.Adam, lr=lr) if adam else partial(torch.optim.SGD, lr=lr, momentum=0.9)
-    expected, layers, z = plain_methods.delta(
-        net, [x[0] for x in xs], alpha=0.8, lambda_=0.95, loss=loss, optimiser=optimiser
-    )
-    for y, logits in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
-    assert_affine(state.affine, [layer.weight for layer in layers], [layer.bias for layer in layers])
-    torch.testing.assert_close(state.stats.mean[0, 0], torch.cat([layer.mean for layer in layers]), rtol=0, atol=1e-6)
-    sigma = (state.stats.var[0, 0] + 1e-5).sqrt()
-    torch.testing.assert_close(sigma, torch.cat([layer.sigma for layer in layers]), rtol=0, atol=1e-6)
-    torch.testing.assert_close(state.mean[0], torch.tensor(z, dtype=DOUBLE), rtol=0, atol=1e-6)
-    assert int(state.adam.steps) == len(xs)
-    assert loss == "entropy" or float(state.info.trusted) < 1, "every prediction was trusted: the choice was not tested"
 
 
 # -- SoTTA ------------------------------------------------------------------------------------------------------------
@@ -288,28 +173,6 @@ def test_cmf_is_roid_with_a_filter(q, beta_at_last):
 
 
 # -- BDN --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"eta": 0.1, "gamma": 0.3}, {"eta": 0.3, "gamma": 0.0, "confident": False}, {"eta": 0.3, "domains": 3}],
-    ids=["most confident", "last pass", "few domains"],
-)
-def test_bdn_equals_plain_pytorch(fields):
-    """First dim images, which the first domain follows, then some of strong contrast, which are of another one."""
-    dim = [x * 0.3 for x in varied(5, batch=6)]
-    strong = [(x > x.mean()).to(DOUBLE) * 1.2 for x in varied(3, batch=6, first=9)]
-    xs = [*dim[:4], *strong[:2], torch.cat((dim[4], strong[2]), 1)]
-    net = even_network(varied(4))
-    fields = {"gamma": 0.0, "domains": 8, **fields}
-    method = methods.create("bdn", classes=4, layer="1", **fields)
-    outputs, state = play(method, net, xs)
-    expected, assigned, known = plain_methods.bdn(net, [x[0] for x in xs], layer=0, **fields)
-    for y, logits in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(y[0], logits, rtol=0, atol=1e-6)
-    assert int(state.known) == known > 2
-    assert len({domain for batch in assigned for domain in batch}) > 1, "one domain: nothing was tested"
-    assert fields["domains"] > 3 or known == 3
 
 
 def test_bdn_tells_domains_apart_at_the_published_layer_a_third_of_the_way_or_by_name():

@@ -1,0 +1,140 @@
+"""Every method against a plain PyTorch loop, written from the equations of its paper: see `plain_methods`."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import plain_methods as plain
+from method_runs import DOUBLE, batches, darker, even_network, network, play, varied
+from tribe import methods
+from tribe.core.state import leaves
+from tribe.knowledge import Knowledge
+from tribe.testing import images
+
+
+class Setting(NamedTuple):
+    """What a method and its plain loop play."""
+
+    xs: Callable[[], Any] = batches  # the batches of one stream
+    net: Callable[..., Any] = network
+    learn: Callable[..., Any] | None = None  # source knowledge, from the method and the network
+    atol: float = 1e-9
+
+
+def fisher(method, net):
+    """Random Fisher information, a sum over four batches."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.rand(14, generator=generator, dtype=DOUBLE) for name in ("weight", "bias")}
+    return Knowledge("eata", tensors, net.fingerprint(exact=False), {"batches": 4})
+
+
+def studied(sources, method, net):
+    return method.study(net, [(x[0], None) for x in sources])
+
+
+def two_worlds():
+    """First dim images, which the first domain follows, then some of strong contrast, which are of another one."""
+    dim = [x * 0.3 for x in varied(5, batch=6)]
+    strong = [(x > x.mean()).to(DOUBLE) * 1.2 for x in varied(3, batch=6, first=9)]
+    return [*dim[:4], *strong[:2], torch.cat((dim[4], strong[2]), 1)]
+
+
+SOURCES = varied(7, first=50)
+SETTINGS = {
+    "pl": Setting(),
+    "lame": Setting(
+        lambda: [images(1, batch, batch, DOUBLE) for batch in (1, 2, 6, 7, 24)], partial(network, sure=0.1)
+    ),
+    "eata": Setting(partial(batches, 8), partial(network, sure=3.0), fisher),
+    "sar": Setting(partial(batches, 6), partial(network, sure=2.0)),
+    "roid": Setting(partial(batches, 5)),
+    "deyo": Setting(partial(batches, 8, batch=9)),
+    "delta": Setting(partial(varied, 7), partial(even_network, varied(7), sure=0.3)),
+    "petta": Setting(partial(varied, 7), partial(even_network, SOURCES), partial(studied, SOURCES), 1e-6),
+    "bdn": Setting(two_worlds, partial(even_network, varied(4))),
+    # The least certain batches first: a student that equals its teacher has no gradient, Adam steps along rounding.
+    "cotta": Setting(lambda: [batches(4, batch=6)[seed] for seed in (1, 0, 2, 3)], atol=1e-8),
+    "ttac": Setting(
+        partial(batches, 6, batch=12), learn=partial(studied, [0.8 * x for x in batches(5, batch=16)]), atol=1e-7
+    ),
+}
+ROID = {"prior": "none", "augment": darker}
+DELTA = {"alpha": 0.8, "lr": 0.01}
+PETTA = {"augment": darker, "size": 12, "lr": 5e-3}
+BDN = {"layer": "1", "domains": 8, "gamma": 0.0, "eta": 0.3}
+COTTA = {"p": 0.0, "n": 7, "chunk": 3, "alpha": 0.9, "lr": 1e-2}
+CASES = [
+    ("pl", {}),
+    ("lame", {}),
+    ("lame", {"classes": 2, "neighbours": 2}),
+    ("lame", {"rounds": 1}),
+    ("lame", {"rounds": 5}),
+    ("lame", {"settled": 1e-2}),
+    ("lame", {"settled": 9.0}),
+    ("eata", {"d": 0.6, "alpha": 20.0}),
+    ("eata", {"d": 0.05, "alpha": 20.0, "fisher": "sum"}),
+    ("eata", {"d": 0.9, "alpha": 20.0, "classes": 2}),
+    ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": 0.0}),
+    ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": 0.5}),
+    ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": ("1",)}),
+    ("roid", {**ROID}),
+    ("roid", {**ROID, "lr": 0.005, "optimizer": "sgd", "classes": 2}),
+    ("deyo", {"optimizer": "adam", "lr": 1e-3, "frozen_tail": 0.0}),
+    ("deyo", {"lr": 0.01, "frozen_tail": 0.5, "patches": 2}),
+    ("delta", {**DELTA}),
+    ("delta", {**DELTA, "loss": "entropy", "optimizer": "sgd"}),
+    ("delta", {**DELTA, "loss": "pseudo labels"}),
+    ("petta", {**PETTA}),
+    ("petta", {**PETTA, "loss": "plain", "regularizer": "l2", "lambda_0": 3.0}),
+    ("petta", {**PETTA, "sensing": "paper", "nu": 0.01, "alpha_0": 0.2, "anchor_weight": 0.3, "alpha_bn": 0.2}),
+    ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
+    ("bdn", {**BDN, "confident": False}),
+    ("bdn", {**BDN, "domains": 3}),
+    ("cotta", {**COTTA, "p_th": 1.5}),
+    ("cotta", {**COTTA, "p_th": 0.88}),  # views are averaged for two of four batches
+    ("ttac", {"tau_pp": 0.6, "lr": 1e-3, "n_clus": 20, "n_all": 40, "n_min": 10}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), CASES)
+def test_a_method_equals_a_plain_loop(name, fields):
+    make_images, make_network, learn, atol = SETTINGS[name]
+    net, xs = make_network(*([fields["classes"]] if "classes" in fields else [])), make_images()
+    method = methods.create(name, **{"classes": 4, **fields})
+    if learn is not None:
+        method = dataclasses.replace(method, knowledge=learn(method, net))
+    outputs, state = play(method, net, xs)
+    expected, named = getattr(plain, name)(net, [x[0] for x in xs], method)
+    for y, wanted in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(y[0], wanted, rtol=0, atol=atol)
+    ends, start = leaves(state), leaves(method.init(net))
+    for leaf, wanted in named.items():
+        torch.testing.assert_close(
+            ends[leaf][0], wanted, rtol=0, atol=atol, msg=lambda text, leaf=leaf: f"{leaf}: {text}"
+        )
+        assert not torch.equal(ends[leaf], start[leaf]), f"{leaf} did not move: nothing was tested"
+
+
+def test_eata_studies_the_sum_of_squared_gradients():
+    net, xs = network(), [x[0] for x in batches(3)]
+    known = methods.create("eata", classes=4).study(net, [(x, None) for x in xs])
+    module, weights, biases = plain.ordinary(net)
+    expected = torch.zeros(28, dtype=DOUBLE)
+    for x in xs:
+        logits = module(x)
+        grads = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, logits.argmax(1)), [*weights, *biases])
+        expected += torch.cat(grads) ** 2
+    got = torch.cat((known.tensors["weight"], known.tensors["bias"]))
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-12)
+    assert known.spec == {"images": 21, "batches": 3}
+
+
+def test_petta_studies_the_features_of_each_class():
+    net = even_network(SOURCES)
+    known = studied(SOURCES, methods.create("petta", classes=4), net).tensors
+    for name, wanted in zip(("mean", "var"), plain.features_by_class(net, [x[0] for x in SOURCES], 4), strict=True):
+        torch.testing.assert_close(known[name].double(), wanted, rtol=1e-6, atol=1e-7)
