@@ -84,14 +84,15 @@ def _with_advice(text: str, advice: str) -> str:
     return f"{text}. {advice}" if advice else text
 
 
-NAMES: dict[Any, str] = {
-    str: "text",
-    bool: "true or false",
-    dict: "an object",
-    list: "a list",
-    int: "an integer",
-    float: "a finite number",
-    None: "null",
+TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # what messages call a type, and whether a value is of it
+    str: ("text", lambda value: isinstance(value, str)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    dict: ("an object", lambda value: isinstance(value, dict)),
+    list: ("a list", lambda value: isinstance(value, list)),
+    int: ("an integer", is_whole),
+    float: ("a finite number", is_number),
+    None: ("null", lambda value: value is None),
+    object: ("a value", lambda value: True),
 }
 
 
@@ -126,15 +127,9 @@ def _is(value: Any, schema: Schema) -> bool:
     """Whether a value is of a schema, its parts aside."""
     if isinstance(schema, Where):
         return schema.holds(value)
-    if isinstance(schema, dict | list):
-        return isinstance(value, type(schema))
     if isinstance(schema, set | frozenset):
-        return isinstance(value, str | int | float) and any(type(value) is type(one) and value == one for one in schema)
-    if schema is int:
-        return is_whole(value)
-    if schema is float:
-        return is_number(value)
-    return value is None if schema is None else isinstance(value, schema)
+        return any(type(value) is type(one) and value == one for one in schema)
+    return TYPES[type(schema) if isinstance(schema, dict | list) else schema][1](value)
 
 
 def _expected(schema: Schema) -> str:
@@ -144,13 +139,11 @@ def _expected(schema: Schema) -> str:
         return " or ".join(map(_expected, schema))
     if isinstance(schema, set | frozenset):
         return " or ".join(sorted(map(repr, schema)))
-    if isinstance(schema, dict | list):
-        return NAMES[type(schema)]
-    return NAMES.get(schema, "a value")
+    return TYPES[type(schema) if isinstance(schema, dict | list) else schema][0]
 
 
 def _shown(value: Any) -> str:
     """Return a value as messages show it, short."""
     if isinstance(value, dict | list):
-        return f"{NAMES[type(value)]} of {len(value)}"
+        return f"{TYPES[type(value)][0]} of {len(value)}"
     return reprlib.repr(value)

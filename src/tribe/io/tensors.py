@@ -70,12 +70,7 @@ def encode(kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor])
 
 
 def read(path: str | PathLike[str], kind: Kind) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the header and the tensors of a file of this kind.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        TensorFileError: it is not of this kind, or it is damaged; the class is ``kind.error``.
-    """
+    """Return the header and the tensors of a file of this kind; ``kind.error`` says why it cannot be read."""
     if Path(path).is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected a {kind.noun}")
     if not Path(path).is_file():

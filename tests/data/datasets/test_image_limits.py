@@ -10,7 +10,6 @@ import torch
 import layouts
 from tribe import datasets
 from tribe.data import images as image_files
-from tribe.data.datasets import folder as folder_module
 from tribe.data.images import PIXELS, ImageFileError, read_image
 
 COLOURS = {"grey": (0, 1), "colour": (2, 3), "grey with alpha": (4, 2), "colour with alpha": (6, 4)}  # PNG's number
@@ -74,15 +73,6 @@ def test_too_little_memory_counts_as_damage(tmp_path, monkeypatch):
     assert reason(tmp_path / "day/a.png").endswith("MemoryError")
     with pytest.warns(UserWarning, match=r"skipped: .*a.png cannot be read as an image: MemoryError"):
         assert data.images("day", torch.arange(1)).isnan().all()
-
-
-def test_images_that_keep_their_size_have_a_smaller_bound(tmp_path, monkeypatch):
-    (tmp_path / "day").mkdir()
-    (tmp_path / "day/a.png").write_bytes(black(20, 30))
-    monkeypatch.setattr(folder_module, "PIXELS_KEPT", 20 * 30 - 1)
-    with pytest.raises(ValueError, match=r"a.png is 20x30 pixels; expected 599 at most without size=: size= "):
-        datasets.create("folder", root=str(tmp_path)).images("day", torch.arange(1))
-    assert datasets.create("folder", root=str(tmp_path), size=8).images("day", torch.arange(1)).shape == (1, 3, 8, 8)
 
 
 # -- 16 bits -----------------------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ def test_one_layer_trains_and_predicts_as_two_do_to_the_bit(name, dtype):
     assert not torch.equal(one.train()(x), before)  # evaluation and training are told apart
 
 
-@pytest.mark.parametrize(("name", "method"), product(SMALL, ["tribe", "tent", "bn"]))
+@pytest.mark.parametrize(("name", "method"), [*product(SMALL, ["tribe", "tent", "bn"])])
 def test_one_layer_adapts_as_two_do(name, method):
     torch.manual_seed(0)
     one = models.create(name, classes=4)

@@ -6,12 +6,8 @@ the severity and the seed.
 >>> apply(torch.rand(2, 3, 32, 32), "contrast", 3).shape
 torch.Size([2, 3, 32, 32])
 
-To add a corruption, put a file beside this one with a function `f(x, params, draw) -> x`: x is (N, C, H, W) float32 in
-[0, 1] and is not changed in place, `params` are the numbers of one severity, `draw` draws random numbers. `apply` clips
-the result to [0, 1]. The decorator registers it with its table:
-
-    @corruption("fog", family="common", table=((0.2, 3), ...), large=((1.5, 2), ...))
-    def fog(x, params, draw): ...
+To add a corruption, put a file beside this one, see CONTRIBUTING: a function of x (N, C, H, W) float32 in [0, 1], the
+numbers of one severity, and a `Draw`. `apply` clips its result to [0, 1].
 
 Shapes: N images, C channels, H rows, W columns.
 """
@@ -124,11 +120,7 @@ def function(name: str, family: str) -> Function:
 
 
 def family_for(shape: Sequence[int]) -> str:
-    """The family of corruptions for images of a shape (C, H, W): "mnist" for 28 x 28 grey images, else "common".
-
-    >>> family_for((1, 28, 28)), family_for((3, 32, 32))
-    ('mnist', 'common')
-    """
+    """The family of corruptions for images of a shape (C, H, W): "mnist" for 28 x 28 grey images, else "common"."""
     return "mnist" if tuple(shape) == (1, 28, 28) else "common"
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from tribe.data.corruptions import require_severity
 from tribe.registry import Registry, nearest
 
 NOT_IN_SPECS = ("data", "root", "workers")  # fields that do not change results: paths and threads
@@ -28,23 +29,19 @@ class Dataset(Protocol):
     @property
     def classes(self) -> Sequence[str]:
         """The names of the classes."""
-        ...
 
     @property
     def domains(self) -> Sequence[str]:
         """The names of the domains."""
-        ...
 
     def labels(self, domain: str) -> Tensor:
         """Return (n,) int64 labels of a domain, in file order; -1 where unknown."""
-        ...
 
     def images(self, domain: str, index: Tensor) -> Tensor:
         """(len(index), C, H, W) float images in [0, 1]; an image of NaN is played as not valid.
 
         A stream calls this from another thread, and two iterations may call it at the same time.
         """
-        ...
 
 
 class Defaults:
@@ -61,12 +58,24 @@ class Defaults:
         return None
 
 
-def optional(dataset: Any, member: str) -> Any:
-    """Read an optional member of a data set or of its class; the default if it has none.
+class BySeverity:
+    """A base class: every corruption at every severity is a domain, such as "fog@5"."""
 
-    >>> optional(get("cifar10-c"), "clean_name"), optional(object(), "clean_name")
-    ('cifar10', None)
-    """
+    corruptions: Sequence[str]
+    severities: Sequence[int]
+
+    def __post_init__(self) -> None:
+        for severity in self.severities:
+            require_severity(severity)
+
+    @property
+    def domains(self) -> Sequence[str]:
+        """Every corruption at every chosen severity."""
+        return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
+
+
+def optional(dataset: Any, member: str) -> Any:
+    """Read an optional member of a data set or of its class; the default if it has none."""
     return getattr(dataset, member, getattr(Defaults(), member))
 
 

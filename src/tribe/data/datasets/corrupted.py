@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from tribe.data import corruptions
-from tribe.data.corruptions import Function, family_for, require_severity
-from tribe.data.datasets import Dataset, create, get, optional, register, require_domain
+from tribe.data.corruptions import Function, family_for
+from tribe.data.datasets import BySeverity, Dataset, create, get, optional, register, require_domain
 from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
 
 
@@ -26,7 +26,7 @@ def functions_of(clean_name: str, names: Sequence[str]) -> list[Function]:
 
 
 @dataclass(frozen=True)
-class Live:
+class Live(BySeverity):
     """A published clean test set, corrupted while it is read. It needs only the clean files. A domain is "fog@5"."""
 
     data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
@@ -38,8 +38,7 @@ class Live:
 
     def __post_init__(self) -> None:
         _ = self.functions  # raises an error for an unknown corruption
-        for severity in self.severities:
-            require_severity(severity)
+        super().__post_init__()
 
     @property
     def functions(self) -> list[Function]:
@@ -61,11 +60,6 @@ class Live:
         """The outputs of a network that are the classes, if the clean data set says so."""
         outputs: Sequence[int] | None = optional(self.clean, "outputs")
         return outputs
-
-    @property
-    def domains(self) -> Sequence[str]:
-        """Every corruption at every severity."""
-        return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
 
     def labels(self, domain: str) -> Tensor:
         """Return the labels of the clean images."""

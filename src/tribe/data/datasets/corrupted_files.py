@@ -34,18 +34,6 @@ WAITING = 2048  # images that wait to be encoded: 300 MB
 ADVICE = ". The finished domains are kept: make room or use another --out, and run the same command again"
 
 
-class CorruptedDomain(NamedTuple):
-    """A corruption at a severity."""
-
-    corruption: str
-    severity: int
-
-    @property
-    def name(self) -> str:
-        """The name of the domain in data sets."""
-        return f"{self.corruption}@{self.severity}"
-
-
 class Benchmark(NamedTuple):
     """A corrupted data set that can be made."""
 
@@ -112,15 +100,15 @@ class NpyFiles:
             if not path.is_file() or path.read_bytes() != content:
                 write_atomically(path, content)
 
-    def remove(self, domain: CorruptedDomain) -> None:
+    def remove(self, domain: str) -> None:
         """Do nothing: a domain that is made again is written over."""
 
-    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
+    def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
         """Return all images, unless the block is listed and has the bytes that were written."""
         intact = block is not None and self._mapped(domain) is not None and self.sha256(domain) == block.sha256
         return np.full(self.count, not intact)
 
-    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
+    def write(self, domain: str, index: Tensor, pixels: NDArray[np.uint8]) -> None:
         """Write corrupted images (n, H, W, C)."""
         path = self._path(domain)
         with explain_failure(path, self.count * self.image_bytes, ADVICE):
@@ -131,24 +119,24 @@ class NpyFiles:
                 file.seek(array.offset + (self._block(domain).start + int(index[0])) * self.image_bytes)
                 file.write(pixels.data)
 
-    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
+    def sync(self, domains: Sequence[str]) -> None:
         """Wait until all images of some domains are on the disk."""
         for domain in domains:
             with self._path(domain).open("rb") as file:
                 os.fsync(file.fileno())
 
-    def sha256(self, domain: CorruptedDomain) -> str:
+    def sha256(self, domain: str) -> str:
         """Return a hash of the bytes of a domain."""
         return hashlib.sha256(np.load(self._path(domain), mmap_mode="r")[self._block(domain)]).hexdigest()
 
-    def _path(self, domain: CorruptedDomain) -> Path:
-        return self.folder / self.layout.images.format(domain.corruption)
+    def _path(self, domain: str) -> Path:
+        return self.folder / self.layout.images.format(domain.partition("@")[0])
 
-    def _block(self, domain: CorruptedDomain) -> slice:
-        start = self.layout.severities.index(domain.severity) * self.count
+    def _block(self, domain: str) -> slice:
+        start = self.layout.severities.index(int(domain.partition("@")[2])) * self.count
         return slice(start, start + self.count)
 
-    def _mapped(self, domain: CorruptedDomain) -> Any:
+    def _mapped(self, domain: str) -> Any:
         """Return the memory-mapped file of a corruption; None if it does not exist or is another array."""
         try:
             return open_images(self._path(domain), self.size)
@@ -196,29 +184,29 @@ class JpegFiles:
     def write_labels(self, names: Sequence[str]) -> None:
         """Do nothing: the folders are the labels."""
 
-    def remove(self, domain: CorruptedDomain) -> None:
+    def remove(self, domain: str) -> None:
         """Remove the folder of a domain that is made again: it may hold images of another set."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self._folder(domain))
 
-    def missing(self, domain: CorruptedDomain, block: Block | None) -> NDArray[np.bool_]:
+    def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
         """Return which images have to be made; of a domain that is not listed, a file may be cut short."""
         places = [self._place(domain, path) for path in self.paths]
         return ~np.array(list(self.threads.map(Path.is_file if block else _is_whole, places)))
 
-    def write(self, domain: CorruptedDomain, index: Tensor, pixels: NDArray[np.uint8]) -> None:
+    def write(self, domain: str, index: Tensor, pixels: NDArray[np.uint8]) -> None:
         """Write corrupted images (n, H, W, C)."""
         for i, image in zip(index.tolist(), pixels, strict=True):
             self.waiting.append(self.threads.submit(_save, image, self._place(domain, self.paths[i])))
         self._wait(WAITING)
 
-    def sync(self, domains: Sequence[CorruptedDomain]) -> None:
+    def sync(self, domains: Sequence[str]) -> None:
         """Wait until all images of some domains are on the disk."""
         self._wait(0)
         if domains and hasattr(os, "sync"):
             os.sync()
 
-    def sha256(self, domain: CorruptedDomain) -> str:
+    def sha256(self, domain: str) -> str:
         """Return a hash of the bytes of a domain."""
         digest = hashlib.sha256()
         for path in self.paths:
@@ -230,10 +218,11 @@ class JpegFiles:
         while len(self.waiting) > most:
             self.waiting.popleft().result()
 
-    def _folder(self, domain: CorruptedDomain) -> Path:
-        return self.folder / domain.corruption / str(domain.severity)
+    def _folder(self, domain: str) -> Path:
+        corruption, _, severity = domain.partition("@")
+        return self.folder / corruption / severity
 
-    def _place(self, domain: CorruptedDomain, path: Path) -> Path:
+    def _place(self, domain: str, path: Path) -> Path:
         return self._folder(domain) / path.parent.name / path.name
 
 

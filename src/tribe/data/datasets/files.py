@@ -87,8 +87,3 @@ def positions(index: Tensor, count: int, domain: str) -> NDArray[np.int64]:
     if rows.size and not 0 <= rows.min() <= rows.max() < count:
         raise IndexError(f"domain {domain!r} has images 0 to {count - 1}; got {rows.min()} to {rows.max()}")
     return rows
-
-
-def to_images(rows: NDArray[Any]) -> Tensor:
-    """(n, H, W, C) bytes -> (n, C, H, W) floats in [0, 1]."""
-    return torch.from_numpy(np.ascontiguousarray(rows.transpose(0, 3, 1, 2))).float().div_(255)

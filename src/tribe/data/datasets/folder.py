@@ -29,7 +29,6 @@ from tribe.fields import require
 from tribe.io.files import read_regular, regular_size
 from tribe.registry import nearest
 
-PIXELS_KEPT = 2**24  # of an image that is not resized, 4096 x 4096: 201 MB of floats
 HASHED = 16  # images of a domain whose bytes are part of its digest; of the others only names and sizes are
 UNREADABLE = b"unreadable"  # in a digest, instead of a size or of bytes
 LAYOUT = "expected root/<domain>/<class>/images, or root/<domain>/images without labels"
@@ -138,9 +137,6 @@ class Folder:
                 if self.unreadable == "raise":
                     raise ImageFileError(f"{error}; {SKIP}") from error
                 continue
-            if height * width > PIXELS_KEPT:
-                large = f"{path} is {width}x{height} pixels; expected {PIXELS_KEPT:,} at most without size="
-                raise ValueError(f"{large}: size= (--set dataset.size=224) would resize and crop all images")
             return height, width
         raise ImageFileError(f"none of the images in {self._root} can be read")
 

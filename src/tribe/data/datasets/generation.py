@@ -23,14 +23,13 @@ from tribe.data.corruptions import apply, family_for
 from tribe.data.datasets.corrupted import functions_of, to_bytes
 from tribe.data.datasets.corrupted_files import (
     BENCHMARKS,
-    CorruptedDomain,
     JpegFiles,
     NpyFiles,
     chunk_size,
 )
 from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest, write_manifest
 from tribe.fields import require
-from tribe.io.files import Busy, CannotWrite, exclusive, room_for
+from tribe.io.files import CannotWrite, exclusive, explain_failure, room_for
 from tribe.registry import nearest
 
 DEFAULT_SEVERITY = 5
@@ -74,18 +73,9 @@ def generate(
     """Corrupt a clean test set and write it in its published layout.
 
     Severities that are not chosen are holes in an npy file: they take no space, and the readers refuse them. Images of
-    ImageNet of any size are resized and cropped to 224 x 224 as the authors do, unless all have that size.
-
-    Args:
-        dataset: the clean set: "mnist", "cifar10", "cifar100" or "imagenet".
-        corruptions: by default the fifteen of the benchmark.
-        severities: by default 5.
-        out: folder below which to write; by default that of the clean set, for ImageNet the root of all data.
-        data: folder below which the clean set lies, for ImageNet also the folder of its class folders.
-        seed: of the corruptions' random numbers.
-        device: where to compute.
-        force: make existing domains again, and begin anew if the folder was made with other settings.
-        progress: receives the progress of the work.
+    ImageNet of any size are resized and cropped to 224 x 224 as the authors do, unless all have that size. The files
+    lie below ``out``, by default beside the clean set in ``data``, for ImageNet in the root of all data. ``force``
+    makes existing domains again, and begins anew if the folder was made with other settings.
     """
     if dataset not in BENCHMARKS:
         raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
@@ -99,7 +89,7 @@ def generate(
         raise ValueError(f"{expected}; got {strange[0]!r}")
     require(0 <= seed < 2**63, "a seed is at least 0 and below 2**63", seed)
     place = choose_device(device)
-    domains = [CorruptedDomain(name, severity) for name in names for severity in chosen]
+    domains = [f"{name}@{severity}" for name in names for severity in chosen]
     files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
     progress, started = progress or GenerationProgress(), time.perf_counter()
     with _locked(files.folder) as folder, contextlib.closing(files):
@@ -111,24 +101,24 @@ def generate(
             manifest = _unlist(folder, manifest, domains)
             for domain in domains:
                 files.remove(domain)
-        missing = {domain: files.missing(domain, manifest.blocks.get(domain.name)) for domain in domains}
+        missing = {domain: files.missing(domain, manifest.blocks.get(domain)) for domain in domains}
         made = [domain for domain in domains if missing[domain].any()]
         left = sum(int(lacking.sum()) for lacking in missing.values())
         if (needed := left * files.image_bytes) > shutil.disk_usage(folder).free:
             raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
         manifest = _unlist(folder, manifest, made)
         files.write_labels(names)
-        there = [domain.name for domain in domains if domain not in made]
+        there = [domain for domain in domains if domain not in made]
         progress.begin(left, there)
         for group in [domains] if files.at_once else [[domain] for domain in domains]:
             _corrupt(files, {domain: missing[domain] for domain in group}, seed, place, progress)
             files.sync([domain for domain in group if domain in made])
             for domain in group:
-                if domain.name not in manifest.blocks:
+                if domain not in manifest.blocks:
                     block = Block(files.sha256(domain), place.type, torch.__version__, __version__)
-                    manifest = write_manifest(folder, replace(manifest, blocks={**manifest.blocks, domain.name: block}))
-                    progress.finish(domain.name)
-    return Summary(folder, [domain.name for domain in made], there, files.count, time.perf_counter() - started)
+                    manifest = write_manifest(folder, replace(manifest, blocks={**manifest.blocks, domain: block}))
+                    progress.finish(domain)
+    return Summary(folder, made, there, files.count, time.perf_counter() - started)
 
 
 # -- corrupting -------------------------------------------------------------------------------------------------------
@@ -136,7 +126,7 @@ def generate(
 
 def _corrupt(
     files: NpyFiles | JpegFiles,
-    missing: Mapping[CorruptedDomain, NDArray[np.bool_]],
+    missing: Mapping[str, NDArray[np.bool_]],
     seed: int,
     device: torch.device,
     progress: GenerationProgress,
@@ -156,9 +146,10 @@ def _corrupt(
                 rows = torch.from_numpy(lacking)[chunk].nonzero().flatten()
                 if len(rows):
                     some = clean if len(rows) == len(clean) else clean[rows.to(device)]
-                    x = to_bytes(apply(some, domain.corruption, domain.severity, seed=seed, index=chunk[rows]))
+                    name, _, severity = domain.partition("@")
+                    x = to_bytes(apply(some, name, int(severity), seed=seed, index=chunk[rows]))
                     files.write(domain, chunk[rows], x.permute(0, 2, 3, 1).contiguous().cpu().numpy())
-                    progress.advance(domain.name, len(rows))
+                    progress.advance(domain, len(rows))
 
 
 # -- the folder and its manifest --------------------------------------------------------------------------------------
@@ -167,14 +158,10 @@ def _corrupt(
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Make a folder and hold an exclusive lock on it."""
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(exclusive(folder / ".lock"))
-        except Busy as error:
-            raise CannotWrite(f"another process is writing to {folder}: wait for it, or use another --out") from error
-        except OSError as error:
-            raise CannotWrite(f"{folder} cannot be written to: {error.strerror or error}") from error
+    with explain_failure(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    busy = f"another process is writing to {folder}: wait for it, or use another --out"
+    with exclusive(folder / ".lock", busy=busy):
         for leftover in folder.rglob(".*.tmp"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
         yield folder
@@ -204,8 +191,7 @@ def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
     return manifest
 
 
-def _unlist(folder: Path, manifest: Manifest, domains: Sequence[CorruptedDomain]) -> Manifest:
+def _unlist(folder: Path, manifest: Manifest, domains: Sequence[str]) -> Manifest:
     """Remove domains from the manifest, before their files change."""
-    names = {domain.name for domain in domains}
-    kept = {name: block for name, block in manifest.blocks.items() if name not in names}
+    kept = {name: block for name, block in manifest.blocks.items() if name not in domains}
     return write_manifest(folder, replace(manifest, blocks=kept))

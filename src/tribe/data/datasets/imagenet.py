@@ -37,11 +37,7 @@ def wnids() -> Mapping[str, int]:
 
 
 def output_of(name: str) -> int | None:
-    """Return the output of an ImageNet network for a class folder; None: it is not a class of ImageNet.
-
-    >>> output_of("n01443537"), output_of("0007"), output_of("1000"), output_of("cat")
-    (1, 7, None, None)
-    """
+    """Return the output of an ImageNet network for a class folder; None: it is not a class of ImageNet."""
     if name.isascii() and name.isdigit() and len(name) <= 4:
         return number if (number := int(name)) < COUNT else None
     return wnids().get(name)
@@ -78,12 +74,6 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     if not by_output:
         raise MissingData(f"{folder} holds no folders; {CLASSES}")
     return tuple(by_output[output] for output in sorted(by_output))
-
-
-def resize_for(paths: Sequence[Path], size: int) -> int | None:
-    """Return the shorter side before a crop to ``size``; None if a sample of the images is cropped already."""
-    sample = paths[:: max(1, len(paths) // SAMPLED)]
-    return None if all(image_size(path) == (size, size) for path in sample) else round(size * 8 / 7)
 
 
 class Listing(NamedTuple):
@@ -215,7 +205,9 @@ class ClassFolders(ListedImages):
 
     def resize(self, paths: Sequence[Path]) -> int | None:
         """Return the length of the shorter side before the crop; None if a sample of the images is cropped already."""
-        return resize_for(paths, self.size)
+        sample = paths[:: max(1, len(paths) // SAMPLED)]
+        cropped = all(image_size(path) == (self.size, self.size) for path in sample)
+        return None if cropped else round(self.size * 8 / 7)
 
     def _hint(self, root: Path, domain: str) -> str:
         return download_hint(self.archive.format(domain), root)

@@ -9,8 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from tribe.data.corruptions import require_severity
-from tribe.data.datasets import register
+from tribe.data.datasets import BySeverity, register
 from tribe.data.datasets.files import data_root, download_hint, find
 from tribe.data.datasets.imagenet import ListedImages
 from tribe.data.datasets.manifest import require_block
@@ -31,7 +30,7 @@ GROUPS = {  # the published archives, and the corruptions in each
 
 @register("imagenet-c")
 @dataclass(frozen=True)
-class ImageNetC(ListedImages):
+class ImageNetC(BySeverity, ListedImages):
     """The ImageNet validation images under each corruption, 224x224. A domain is a corruption at a severity, "fog@5".
 
     Only file names are held in memory. `ids` selects images, such as the usual subset of 5,000. Classes are the folders
@@ -50,13 +49,7 @@ class ImageNetC(ListedImages):
 
     def __post_init__(self) -> None:
         check_reading(self)
-        for severity in self.severities:
-            require_severity(severity)
-
-    @property
-    def domains(self) -> Sequence[str]:
-        """Every corruption at every chosen severity."""
-        return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
+        super().__post_init__()
 
     def select(self, names: list[str], folder: Path) -> list[str]:
         """Return the images that `ids` lists, in its order."""

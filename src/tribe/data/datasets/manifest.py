@@ -79,14 +79,8 @@ def is_published(folder: Path) -> bool:
     return not (folder / FILE).exists() and any(not entry.name.startswith(".") for entry in folder.iterdir())
 
 
-def corrupt_command(
-    dataset: str, root: Path, *, corruptions: Iterable[str] = (), severities: Iterable[int] = ()
-) -> str:
-    """Return the command that makes a corrupted data set from the clean one below the same root.
-
-    >>> corrupt_command("cifar10", Path("my data"), corruptions=("fog", "snow"), severities=(5,))
-    "tribe corrupt cifar10 --severity 5 --corruptions fog,snow --data 'my data'"
-    """
+def corrupt_command(dataset: str, root: Path, *, corruptions: Iterable[str], severities: Iterable[int]) -> str:
+    """Return the command that makes a corrupted data set from the clean one below the same root."""
     options = {"severity": ",".join(map(str, severities)), "corruptions": ",".join(corruptions), "data": str(root)}
     words = [word for name, value in options.items() if value for word in (f"--{name}", value)]
     return shlex.join(["tribe", "corrupt", dataset, *words])

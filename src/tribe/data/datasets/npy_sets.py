@@ -11,12 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.corruptions import SEVERITIES, require_severity
-from tribe.data.datasets import register, require_domain
-from tribe.data.datasets.files import data_root, download_hint, find, open_images, open_labels, positions, to_images
+from tribe.data.corruptions import SEVERITIES
+from tribe.data.datasets import BySeverity, register, require_domain
+from tribe.data.datasets.files import data_root, download_hint, find, open_images, open_labels, positions
 from tribe.data.datasets.manifest import corrupt_command, read_manifest, remedy, require_block
 from tribe.data.scenarios import CIFAR_C, MNIST_C
 
@@ -52,7 +54,8 @@ class NpyImages(ABC):
     def images(self, domain: str, index: Tensor) -> Tensor:
         """Read some images of a domain."""
         array, labels = self._block(domain)
-        return to_images(array[positions(index, len(labels), domain)])
+        rows = array[positions(index, len(labels), domain)].transpose(0, 3, 1, 2)
+        return torch.from_numpy(np.ascontiguousarray(rows)).float().div_(255)
 
     def digest(self, domain: str) -> str | None:
         """Return the hash of the images in the manifest; None for the published archive."""
@@ -122,19 +125,10 @@ class MnistC(NpyImages):
 
 
 @dataclass(frozen=True)
-class CifarC(NpyImages):
+class CifarC(BySeverity, NpyImages):
     """Corrupted photographs, ``<corruption>.npy`` with a block for each severity. A domain is "fog@5"."""
 
     severities: Sequence[int] = (5,)
-
-    def __post_init__(self) -> None:
-        for severity in self.severities:
-            require_severity(severity)
-
-    @property
-    def domains(self) -> Sequence[str]:
-        """Every corruption at every chosen severity."""
-        return tuple(f"{name}@{severity}" for name in self.corruptions for severity in self.severities)
 
     def _open(self, name: str, severity: int, hint: str) -> tuple[NDArray[Any], Tensor]:
         path = find(self._folder, "labels.npy", what="the labels", hint=hint)

@@ -116,11 +116,7 @@ def names() -> list[str]:
 
 
 def architecture(name: str, **fields: Any) -> Architecture:
-    """The configuration of a name; `create` builds the network.
-
-    >>> architecture("wrn40_2", classes=100).shape
-    (3, 32, 32)
-    """
+    """The configuration of a name; `create` builds the network."""
     for family in registry.names():
         preset = registry.get(family).preset(str(name))
         if preset is None:

@@ -194,8 +194,10 @@ def _constants(path: object, tensors: Mapping[str, Tensor]) -> Normalization | N
         for t in (mean, std):
             if t.is_complex() or t.numel() > CHANNELS or not bool(t.isfinite().all()):
                 raise WeightsError(f"{path}: {' and '.join(names)} are not a finite mean and std of each channel")
-        if not bool((std > 0).all()):
-            raise WeightsError(f"{path}: {names[1]} is {std.flatten().tolist()}; expected numbers above 0")
+        if len(mean.flatten()) != len(std.flatten()) or not bool((std > 0).all()):
+            raise WeightsError(
+                f"{path}: {names[1]} is {std.flatten().tolist()}; expected a number above 0 for each channel"
+            )
         return tuple(mean.flatten().tolist()), tuple(std.flatten().tolist())
     return None
 
@@ -208,9 +210,7 @@ def _check_constants(path: object, found: dict[str, Tensor], wanted: Mapping[str
         return
     layer = next((m for m in model.modules() if isinstance(m, Normalize)), None)
     own = None if layer is None else (layer.mean.tolist(), layer.std.tolist())
-    if own is None or not all(
-        len(a) == len(b) and np.allclose(a, b, rtol=0, atol=ROUNDING) for a, b in zip(own, constants, strict=True)
-    ):
+    if own is None or np.shape(own) != np.shape(constants) or not np.allclose(own, constants, rtol=0, atol=ROUNDING):
         inside = "does not normalise images" if own is None else f"uses mean {own[0]} and std {own[1]}"
         raise WeightsError(
             f"{path} needs images normalised with mean {constants[0]} and std {constants[1]}, but the network "

@@ -9,7 +9,7 @@ To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `
 
 from tribe.core.state import digest
 from tribe.data.scenarios.protocols import RealWorld
-from tribe.data.scenarios.sampling import Dirichlet, Local, LongTail, Natural, Profile, Shuffled
+from tribe.data.scenarios.sampling import Dirichlet, LongTail, Natural, Shuffled
 from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, register, registry
 from tribe.data.scenarios.schedules import (
     Schedule,
@@ -27,10 +27,8 @@ __all__ = [
     "IMAGENET_C",
     "MNIST_C",
     "Dirichlet",
-    "Local",
     "LongTail",
     "Natural",
-    "Profile",
     "RealWorld",
     "Scenario",
     "Schedule",

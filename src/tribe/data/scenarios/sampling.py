@@ -32,7 +32,6 @@ class Profile(Protocol):
 
     def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:
         """Choose images of each of the K classes, which are given in file order."""
-        ...
 
 
 class Local(Protocol):
@@ -40,7 +39,6 @@ class Local(Protocol):
 
     def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
         """Order all images of the pool."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,7 @@ class LongTail:
         return np.array([(1 / self.imbalance) ** (k / last) for k in range(classes)])
 
     def counts(self, classes: int, images: int, draw: Draw = "released") -> Ints:
-        """(K,) the number of images that classes 0 to K-1 keep, before a varying profile assigns them to classes.
-
-        >>> LongTail(100).counts(10, 10_000).tolist()
-        [1000, 599, 359, 215, 129, 77, 46, 27, 16, 10]
-        """
+        """(K,) the number of images that classes 0 to K-1 keep, before a varying profile assigns them to classes."""
         return np.array([int(images // classes * share) for share in self.share(classes, draw)], dtype=np.int64)
 
     def select(self, members: list[Ints], draw: Draw, rng: Random) -> ClassPool:

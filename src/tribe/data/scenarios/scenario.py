@@ -58,7 +58,10 @@ class Scenario(ABC):
         require(self.order in ("given", "random"), "order is 'given' or 'random'", self.order)
         require(self.classes is None or is_whole(self.classes, least=1), "classes is K, at least 1", self.classes)
         if self.domains is not None:
-            object.__setattr__(self, "domains", _check_names(self.domains))
+            names = () if isinstance(self.domains, str) else tuple(self.domains)
+            fine = all(isinstance(name, str) and name for name in names) and 0 < len(names) == len(set(names))
+            require(fine, "domains are different names, such as 'fog@3', at least one", self.domains)
+            object.__setattr__(self, "domains", names)
         _ = self.profile, self.local  # so that wrong numbers raise now, not when the stream is made
 
     @property
@@ -145,13 +148,11 @@ class Scenario(ABC):
         names = [f"domain {i}" for i in range(len(labels))]
         each = 1  # label tensors per base domain
         if self.domains is not None:
-            each, extra = divmod(len(labels), len(self.domains))
-            if extra or each not in (1, len(self.variants)):
-                relation = "more domains than" if not each else "fewer domains than"
-                severities = f" (or {len(self.domain_names)}, one per severity)" if len(self.variants) > 1 else ""
-                raise ValueError(
-                    f"{relation} label sets: got {len(labels)} label tensors; expected {len(self.domains)}{severities}"
-                )
+            counts = sorted({len(self.domains), len(self.domain_names)})
+            if len(labels) not in counts:
+                expected = " or ".join(map(str, counts))
+                raise ValueError(f"got {len(labels)} label tensors; expected {expected}, one per domain")
+            each = len(labels) // len(self.domains)
             names = [f"domain {name!r}" for name in (self.domains if each == 1 else self.domain_names)]
         least = 0 if self.needs_labels else -1
         checked = [_check_labels(y, name, least, self.classes) for y, name in zip(labels, names, strict=True)]
@@ -160,15 +161,6 @@ class Scenario(ABC):
             if not torch.equal(y, checked[first]):
                 raise ValueError(f"{names[i]} has other labels than {names[first]}; expected the same images")
         return checked[::each]
-
-
-def _check_names(domains: Any) -> tuple[str, ...]:
-    if isinstance(domains, str) or not all(isinstance(name, str) and name for name in domains):
-        raise ValueError(f"domains is a sequence of names such as 'fog@3'; got {domains!r}")
-    names = tuple(domains)
-    require(bool(names), "domains holds at least one name", names)
-    require(len(set(names)) == len(names), "domains are different names", names)
-    return names
 
 
 def _check_labels(labels: Any, of: str, least: int, classes: int | None) -> Tensor:
