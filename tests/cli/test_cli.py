@@ -11,14 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-pytest.importorskip("typer")
-pytest.importorskip("rich")
-
-from typer.main import get_command
-from typer.testing import CliRunner
-
 import tribe
-from commands import app, succeeded
+from commands import app, succeeded, tribe_command
 from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands.list import REGISTRIES
@@ -71,7 +65,7 @@ def folder(tmp_path_factory):
 def call(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    return lambda *args: CliRunner().invoke(app, list(map(str, args)), prog_name="tribe")
+    return tribe_command
 
 
 def refused(result, *words):
@@ -94,6 +88,8 @@ def test_version():
 
 
 def test_every_option_has_help():
+    from typer.main import get_command
+
     commands = get_command(app).commands
     lacking = {
         f"{name} {p.opts[0]}" for name, found in commands.items() for p in found.params if not getattr(p, "help", "")

@@ -547,12 +547,6 @@ class TestSchedule:
         assert re.search(r"BLAKE2b-128\s+[0-9a-f]{32}\b", result.stdout), result.stdout
         assert Path("plan.png").read_bytes().startswith(b"\x89PNG")
 
-    def test_bad_input(self):
-        for options, word in ((["gli-x"], "unknown scenario"), (["gli-f", "--plot", "plan.txt"], ".svg")):
-            result = self.run(*options)
-            assert result.exit_code == 2
-            assert word in message(result)
-
 
 class TestOwnPictures:
     """A folder without labels, replayed to a network from a file; one of its pictures is damaged."""

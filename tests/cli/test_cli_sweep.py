@@ -101,7 +101,7 @@ def test_a_dry_run_lists_points():
         (("--grid", "tribe.lr=1,2"), "tribe.lr: 'tribe' takes no part in this sweep: --method tribe sweeps it"),
         (("--grid", "scenario.sigm=1,2"), "has no field 'sigm': did you mean 'sigma'?"),
         (("--grid", "tent.lr=0.1,fast"), "lr of tent is a finite number; got 'fast'"),
-        (("--grid", "batch=0"), "batch is a number of images, at least 1; got 0"),
+        (("--grid", "batch=0"), "an integer of at least 1; got 0"),
         (("--grid", "tent.lr=1", "--set", "tent.lr=2"), "tent.lr is set and swept: leave out --set tent.lr"),
         (("--grid", "tent.lr=1", "--grid", "tent.lr=2"), "--grid names tent.lr twice"),
         (("--grid", "tent.lr=1", "--score", "luck"), "--score 'luck' is unknown"),

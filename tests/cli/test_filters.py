@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from commands import app
+from commands import tribe_command
 from tribe.cli.options import method_names
 from tribe.experiments.bench import contenders
 from tribe.experiments.experiment import Experiment
@@ -38,10 +37,6 @@ def mine(tmp_path, registries):
     return file
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)), prog_name="tribe")
-
-
 def planned(workbench, method, **fields):
     return Experiment.of(DATA, "compact", "iid", ComponentSpec(method, fields), workbench=workbench)
 
@@ -69,7 +64,7 @@ def test_a_filter_from_a_file_counts_too(tmp_path, workbench, registries):
 
 @pytest.mark.parametrize("command", [("run", "--methods"), ("bench", "--model", "compact", "--methods")])
 def test_a_misspelt_filter_is_named(command):
-    result = call(*command, "tribe+tiem")
+    result = tribe_command(*command, "tribe+tiem")
     assert result.exit_code == 2
     assert "time filter 'tiem': did you mean 'time'?" in result.stderr
 
@@ -92,5 +87,5 @@ def test_source_knowledge_is_that_of_the_method_alone(workbench):
 def test_source_takes_the_name_with_a_filter(tmp_path):
     options = {"model": "compact", "dataset": "mnist", "images": 64, "out": tmp_path / "known.safetensors"}
     words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    made = call("source", "eata+time", *words, "--set", "dataset.split=test", "--json")
+    made = tribe_command("source", "eata+time", *words, "--set", "dataset.split=test", "--json")
     assert json.loads(made.stdout)["method"] == "eata", made.output

@@ -12,7 +12,6 @@ from tribe.cli.options import custom_network, parse_overrides, parse_seeds
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec, same_for_all_seeds
 from tribe.experiments.workbench import Workbench
-from tribe.fields import is_whole
 
 COMPONENTS = ("dataset", "scenario", "model")  # whose fields can be set, besides those of methods
 OWN = {"batch": 64, "precision": "tf32", "device": "auto", "threads": None}  # fields of the experiment itself
@@ -37,8 +36,6 @@ class Planner:
         self._dataset, self._scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
         self._model, self.seeds = model, (0,) if seeds is None else parse_seeds(seeds)
         self._batch, self._precision = own["batch"], str(own["precision"])
-        if own["threads"] is not None and not is_whole(own["threads"], least=1):
-            raise ValueError(f"threads is how many a CPU computes with, at least 1; got {own['threads']!r}")
         self.workbench = make_workbench(model, weights, data, str(own["device"]), own["threads"])
 
     def experiment(self, method: str, point: Mapping[str, Any] | None = None) -> Experiment:
@@ -48,8 +45,6 @@ class Planner:
         for place, value in (point or {}).items():
             owner, dot, field = place.partition(".")
             (fields[owner] if dot else own)[field or owner] = value
-        if not is_whole(own["batch"], least=1):
-            raise ValueError(f"batch is a number of images, at least 1; got {own['batch']!r}")
         scenario = ComponentSpec(self._scenario, fields["scenario"])
         if len(self.seeds) > 1 and (why := same_for_all_seeds(scenario.json())):
             again = f"{len(self.seeds)} seeds play the same images in the same order, and do not reduce uncertainty"

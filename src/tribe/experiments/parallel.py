@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from os import PathLike
 from typing import Any
@@ -126,27 +126,27 @@ def _refuse_custom(experiments: Sequence[Experiment], store: ResultStore) -> Non
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(eq=False)
 class Engine:
     """Runs experiments in this process; the others send them to workers, which report their progress into a queue."""
 
-    slots = 1  # attempts at the same time
+    runner: ExperimentRunner
+    progress: ExperimentProgress | None
+    slots: int = 1  # attempts at the same time
     queue: Any = None
-
-    def __init__(self, runner: ExperimentRunner, progress: ExperimentProgress | None) -> None:
-        self._runner, self._progress = runner, progress
-        self._sent: dict[str, Experiment] = {}
+    sent: dict[str, Experiment] = field(default_factory=dict)
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Begin an attempt; ``wait``: for another process that computes the same."""
-        follow = None if self._progress is None else functools.partial(self._progress, experiment)
+        follow = None if self.progress is None else functools.partial(self.progress, experiment)
         future: Future[Reply] = Future()
-        future.set_result(attempt(self._runner, experiment, wait, follow))
+        future.set_result(attempt(self.runner, experiment, wait, follow))
         return future
 
     def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
         """Return what a worker gets."""
-        self._sent[experiment.id] = experiment
-        return make_job(experiment, self._runner.settings, self._runner.workbench, wait, node)
+        self.sent[experiment.id] = experiment
+        return make_job(experiment, self.runner.settings, self.runner.workbench, wait, node)
 
     def receive(self, reply: Reply) -> Reply:
         """Take the end of an attempt, whose result is in the store."""
@@ -160,8 +160,8 @@ class Engine:
                 name, *report = self.queue.get_nowait()
                 latest[name] = report
         for name, report in latest.items():
-            if self._progress is not None:
-                self._progress(self._sent[name], *report)
+            if self.progress is not None:
+                self.progress(self.sent[name], *report)
 
     def close(self) -> None:
         """Stop what is running."""
@@ -204,12 +204,10 @@ class PoolEngine(Engine):
 class RayEngine(Engine):
     """Runs experiments on a cluster of Ray, one task each: in the caller's session, else in one that `close` ends."""
 
-    slots = 2**20  # Ray queues tasks
-
     def __init__(
         self, runner: ExperimentRunner, progress: ExperimentProgress | None, address: str, gpus: float
     ) -> None:
-        super().__init__(runner, progress)
+        super().__init__(runner, progress, slots=2**20)  # Ray queues tasks
         if gpus <= 0 or (gpus > 1 and gpus != int(gpus)):
             raise ValueError(f"gpus is a share of a GPU such as 0.25, or a whole number of them; got {gpus}")
         try:
@@ -239,7 +237,7 @@ class RayEngine(Engine):
 
     def receive(self, reply: Reply) -> Reply:
         """Write a result that came from another machine, unless its worker wrote into the same folder."""
-        store = self._runner.store
+        store = self.runner.store
         if reply.result is None or not reply.result.memory or store.find(reply.result.experiment) is not None:
             return reply
         result = replace(reply.result, root=store.root)

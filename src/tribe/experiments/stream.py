@@ -114,11 +114,24 @@ class Stream:
         return future
 
     def _read(self, step: int, pin: bool) -> Batch:
+        """Read a batch.
+
+        Using new memory costs nearly as much as decoding a JPEG file of the same size. So the images of one stream are
+        not copied, unless to pinned memory, which torch uses again.
+        """
         cuts = [cut[step] if step < len(cut) else slice(0, 0) for cut in self.cuts]
         width = max(cut.stop - cut.start for cut in cuts)
         rows = [self._row(schedule, cut, width) for schedule, cut in zip(self.schedules, cuts, strict=True)]
-        x = _stack([images for images, *_ in rows], width, pin)
-        y, domain, valid = (torch.stack(column) for column in list(zip(*rows, strict=True))[1:])
+        images, *columns = zip(*rows, strict=True)
+        y, domain, valid = map(torch.stack, columns)
+        if len(rows) == 1 and len(images[0]) == width and images[0].dtype == torch.float32 and not pin:
+            x = images[0].unsqueeze(0)
+        else:
+            shape = next(part.shape[1:] for part in images if len(part))
+            x = torch.empty(len(rows), width, *shape, pin_memory=pin)  # padding is not valid, so it becomes 0
+            for row, part in zip(x, images, strict=True):
+                if len(part):
+                    row[: len(part)] = part
         valid &= good_images(x)
         if not valid.all():
             x[~valid] = 0
@@ -141,23 +154,6 @@ class Stream:
             y[: len(index)][here] = self.labels[d][index[here]]
         padded[: len(index)] = domain
         return images, y, padded, torch.arange(width) < len(index)
-
-
-def _stack(rows: Sequence[Tensor], width: int, pin: bool) -> Tensor:
-    """Return the images (S, B, ...) of all streams; where a stream has fewer, zeros.
-
-    Using new memory costs nearly as much as decoding a JPEG file of the same size. So the images of one stream are not
-    copied, unless to pinned memory, which torch uses again.
-    """
-    if len(rows) == 1 and len(rows[0]) == width and rows[0].dtype == torch.float32 and not pin:
-        return rows[0].unsqueeze(0)
-    shape = next(images.shape[1:] for images in rows if len(images))
-    x = torch.empty(len(rows), width, *shape, pin_memory=pin)
-    for row, images in zip(x, rows, strict=True):
-        if len(images):
-            row[: len(images)] = images
-        row[len(images) :] = 0
-    return x
 
 
 def _cuts(schedule: Schedule, batch: int) -> list[slice]:

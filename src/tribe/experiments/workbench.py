@@ -25,7 +25,7 @@ from tribe.data.datasets.imagenet import holds_classes
 from tribe.data.scenarios import Scenario
 from tribe.experiments.spec import ComponentSpec, canonical
 from tribe.experiments.stream import Stream
-from tribe.fields import is_number
+from tribe.fields import is_number, is_whole
 from tribe.knowledge import Knowledge, KnowledgeError, find_knowledge, knowledge_path
 from tribe.methods import AnyMethod, check_classes, get_fields, with_fields
 from tribe.methods.encoding import decode_value
@@ -76,8 +76,8 @@ class Workbench:
         threads: int | None = None,
         networks: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
-        if threads is not None and threads < 1:
-            raise ValueError(f"threads is how many a CPU computes with, at least 1; got {threads}")
+        if threads is not None and not is_whole(threads, least=1):
+            raise ValueError(f"threads is how many a CPU computes with, at least 1; got {threads!r}")
         self.data = None if data is None else Path(data)
         self.device = choose_device(device)
         self.threads = threads or torch.get_num_threads()
@@ -127,13 +127,13 @@ class Workbench:
 
         It is a custom one, or has the weights of ``weights``, of its library or of the data set.
         """
-        path = self.weights.get(name)
+        path, given = self.weights.get(name), {field: decode_value(value) for field, value in fields.items()}
         if name in self.networks:
             model = self.networks[name]
         elif path is None and name.startswith(("timm/", "torchvision/")):
-            model = models.create(name, pretrained=True, **fields)
+            model = models.create(name, pretrained=True, **given)
         else:
-            model = models.load(name, path or models.find(name, trained_on(data), self.root(data)), **fields)
+            model = models.load(name, path or models.find(name, trained_on(data), self.root(data)), **given)
         model = model.to(self.device)
         return restrict(model if isinstance(model, Backbone) else Backbone(model), data)
 
