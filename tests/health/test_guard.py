@@ -1,5 +1,7 @@
 """The guard: what a method may learn from, how fast, and how far its predictions follow."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import Affine, Stats, clone, leaves, stream
 from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, limit, pull_back
-from tribe.health.lean import distance_of_images, distance_of_statistics, interpolate_to_source, shift_weight
+from tribe.health.lean import distance_of_images, distance_of_statistics, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.batch import MixedBatch
 from tribe.testing import check_method, ready, small_network
@@ -133,6 +135,11 @@ def test_a_wrong_learning_rate_moves_no_further_than_the_limit():
         assert float((after - before).norm() / before.norm()) <= 0.002 * 1.001
 
 
+def deploys(network):
+    """A method whose network this is, whatever its state."""
+    return SimpleNamespace(deployed=lambda net, state: network, anchored=lambda net, state: None)
+
+
 def test_the_share_of_adapted_statistics_by_hand():
     net = Backbone(nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2, eps=0.0), nn.Flatten(), nn.Linear(72, 4)).eval())
     source = net.source()[1]  # mean 0, variance 1
@@ -143,7 +150,7 @@ def test_the_share_of_adapted_statistics_by_hand():
     assert float(shift_weight(net, stats, 0.2**2)) == pytest.approx(far)
     share, affine = 0.8 * far, net.source()[0]
     moved = Affine(affine.weight + 1, affine.bias - 1)
-    leaned = interpolate_to_source(net, Deployed(moved, stats, Frozen()), lambda: 0.2**2, 0.8, 0.3)
+    leaned = Guard(lean_half=0.2, lean_most=0.8).lean(net, deploys(Deployed(moved, stats, Frozen())), None)
     torch.testing.assert_close(leaned.affine, Affine(affine.weight + far**2, affine.bias - far**2))
     torch.testing.assert_close(leaned.stats.mean[0, 0], torch.tensor([share * 0.3, 0.0]))
     torch.testing.assert_close(leaned.stats.var[0, 0], torch.tensor([1.0, 1 + share * (1.4**2 - 1)]))
@@ -251,12 +258,12 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
     affine, stats = net.source(2)
     adapted = Deployed(Affine(affine.weight + 1, affine.bias), Stats(stats.mean + 0.01, stats.var), Frozen())
     assert tribe.Guard().lean_half is None
-    assert interpolate_to_source(net, adapted, None, 1.0, 0.3) is adapted
+    assert Guard().lean(net, deploys(adapted), None) is adapted
 
 
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net = small_backbone()
-    leaned = interpolate_to_source(net, Deployed(*net.source(), PerBatch()), lambda: 0.06**2, 0.85, 0.3)
+    leaned = Guard(lean_batch=0.3).lean(net, deploys(Deployed(*net.source(), PerBatch())), None)
     assert leaned.norm == MixedBatch(0.3)
     two = torch.tensor([[[1.0], [3.0]]])  # two images of one pixel and one channel: mean 2, variance 1
     stored = Stats(torch.zeros(1, 1, 1), torch.ones(1, 1, 1))

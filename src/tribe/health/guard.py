@@ -30,7 +30,6 @@ from tribe.health.lean import (
     distance_in_single_images,
     distance_of_images,
     distance_of_statistics,
-    interpolate_to_source,
     shift_weight,
 )
 from tribe.health.report import Health
@@ -40,6 +39,7 @@ from tribe.methods import AnyMethod, Deployed, EmptyState, Method, Pipeline, Pip
 from tribe.methods.method import count_classes
 from tribe.methods.stepping import distance_of
 from tribe.norms.balanced import Balanced
+from tribe.norms.batch import MixedBatch
 
 _watchers: WeakKeyDictionary[Backbone, dict[Any, Watcher]] = WeakKeyDictionary()
 _kinds: WeakKeyDictionary[Backbone, dict[Method, tuple[bool, bool]]] = WeakKeyDictionary()
@@ -273,10 +273,27 @@ class Guard(Watch):
         return share.mul_(self.lean_single**2 - self.lean_half**2).add_(self.lean_half**2)
 
     def lean(self, net: Backbone, method: Method, state: Any) -> Deployed:
-        """Return the network that predicts: between the source's and the method's."""
-        half = None if self.lean_half is None else lambda: self.midpoint(state)
-        return interpolate_to_source(
-            net, method.deployed(net, state), half, self.lean_most, self.lean_batch, lambda: method.anchored(net, state)
+        """Return the network that predicts: between the source and the adapted one, or with a mix of statistics.
+
+        The distance is that of the statistics under the source's parameters, where a method keeps them: the adapted
+        ones also move because the parameters do, in batches of one image as far as a change of the world would move
+        them.
+        """
+        adapted = method.deployed(net, state)
+        if not adapted.stats.mean.shape[-1] or adapted.weights is not None:
+            return adapted  # it has no statistics, or weights that were adapted together with them
+        if isinstance(adapted.norm, PerBatch):
+            return replace(adapted, norm=MixedBatch(self.lean_batch)) if type(adapted.norm) is PerBatch else adapted
+        if self.lean_half is None:
+            return adapted
+        affine, stats = net.origin.state
+        anchored = method.anchored(net, state)
+        far = shift_weight(net, adapted.stats if anchored is None else anchored, self.midpoint(state))
+        learned, share = far.square(), far if self.lean_most == 1 else self.lean_most * far
+        return replace(
+            adapted,
+            affine=Affine(*(_between(s, t, learned) for s, t in zip(affine, adapted.affine, strict=True))),
+            stats=Stats(*(_between(s, t, share) for s, t in zip(stats, adapted.stats, strict=True))),
         )
 
     def init(self, net: Backbone, method: Method, state: Any) -> GuardState:
@@ -331,6 +348,12 @@ class Guard(Watch):
         if self.lean_half is None:
             return super().follow(net, state, seen)
         return self.lean_most * shift_weight(net, seen, self.midpoint(state))
+
+
+def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
+    """``share`` (S,) of the way from the source's numbers (1, ...) to adapted ones (S, ...)."""
+    weight = share.to(adapted.dtype).view(-1, *[1] * (adapted.dim() - 1))
+    return torch.lerp(source, adapted, weight)
 
 
 def _kind_of_prediction(net: Backbone, method: Method, state: Any) -> tuple[bool, bool]:

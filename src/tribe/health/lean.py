@@ -1,69 +1,24 @@
-"""Interpolate a stream between the source and its adapted network: near the source where little has changed.
+"""Measure how far statistics are from the source's: by that a guard leans on the source.
 
 Adapting costs accuracy where nothing has changed: a network was trained with statistics of augmented images, those of
-clean test images are not the same, and parameters wander. Where much has changed, statistics are what helps most. So
-the network that predicts leans on the source by how far the adapted statistics are from the source's.
+clean test images are not the same, and parameters wander. Where much has changed, statistics are what helps most.
 """
-
-from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.rules import PerBatch
-from tribe.core.state import Affine, Stats
+from tribe.core.state import Stats
 from tribe.core.validation import good_images
 from tribe.health.calibration import source_logits
 from tribe.health.changes import constants
 from tribe.health.probe import ReturnBatchStats
-from tribe.methods import Deployed
 from tribe.norms.balanced import Balanced
-from tribe.norms.batch import MixedBatch
 
 POWER = 4  # how sharply the share rises around `midpoint`
 RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
 LEAST = 200  # images that tell this distance
 BATCH = 64  # the most images that pass at once: a large image takes megabytes in every layer
-
-
-def interpolate_to_source(
-    net: Backbone,
-    deployed: Deployed,
-    midpoint: Callable[[], float | Tensor] | None,
-    most: float,
-    of_batch: float,
-    anchored: Callable[[], Stats | None] = lambda: None,
-) -> Deployed:
-    """Return the network that predicts, between the source and the adapted one, or with the statistics of a batch.
-
-    ``midpoint`` gives the squared distance at which it leans halfway. Without it nothing is known of the network's
-    scale, and the adapted one predicts. ``anchored`` gives the statistics under the source's parameters, where a method
-    keeps them: the adapted ones also move because the parameters do, in batches of one image as far as a change of the
-    world would move them.
-    """
-    if not deployed.stats.mean.shape[-1] or deployed.weights is not None:
-        return deployed  # it has no statistics, or weights that were adapted together with them
-    if isinstance(deployed.norm, PerBatch):
-        return replace(deployed, norm=MixedBatch(of_batch)) if type(deployed.norm) is PerBatch else deployed
-    if midpoint is None:
-        return deployed
-    affine, stats = net.origin.state
-    seen = anchored()
-    far = shift_weight(net, deployed.stats if seen is None else seen, midpoint())
-    learned, share = far.square(), far if most == 1 else most * far
-    return replace(
-        deployed,
-        affine=Affine(*(_between(s, t, learned) for s, t in zip(affine, deployed.affine, strict=True))),
-        stats=Stats(*(_between(s, t, share) for s, t in zip(stats, deployed.stats, strict=True))),
-    )
-
-
-def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:
-    """``share`` (S,) of the way from the source's numbers (1, ...) to adapted ones (S, ...)."""
-    weight = share.to(adapted.dtype).view(-1, *[1] * (adapted.dim() - 1))
-    return torch.lerp(source, adapted, weight)
 
 
 @torch.no_grad()
