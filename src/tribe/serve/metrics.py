@@ -118,23 +118,22 @@ class Metrics:
         sums = {name: 1e6 * self.total(f"tribe_{name}_seconds_sum") for name in ("request", "queue", "step", "predict")}
         batches = sum(self.total(f"tribe_{name}_seconds_count") for name in ("step", "predict"))
         answered = sum(self.total("tribe_requests_total", outcome=name) for name in ANSWERED)
-        numbers = {
-            "request_success": ("Requests that were answered.", answered),
-            "count": ("Images in requests that were answered.", self.images),
-            "exec_count": ("Batches that the model ran: steps and predictions.", batches),
-            "request_duration_us": ("Total time of requests, in microseconds.", sums["request"]),
-            "queue_duration_us": ("Total time that requests waited, in microseconds.", sums["queue"]),
-            "compute_infer_duration_us": ("Total time of batches, in microseconds.", sums["step"] + sums["predict"]),
-        }
+        failed = {reason: self.total("tribe_requests_total", outcome=name) for name, reason in REASONS.items()}
         metrics = []
-        for name, (words, value) in numbers.items():
-            metrics.append(Metric(f"nv_inference_{name}", words, "unknown"))
-            metrics[-1].add_sample(f"nv_inference_{name}", self._labels, value)
-        failure = Metric("nv_inference_request_failure", "Requests that were not answered, by reason.", "unknown")
-        for outcome, reason in REASONS.items():
-            value = self.total("tribe_requests_total", outcome=outcome)
-            failure.add_sample(failure.name, self._labels | {"reason": reason}, value)
-        return [*metrics, failure]
+        for name, words, value in (
+            ("request_success", "Requests that were answered.", answered),
+            ("request_failure", "Requests that were not answered, by reason.", failed),
+            ("count", "Images in requests that were answered.", self.images),
+            ("exec_count", "Batches that the model ran: steps and predictions.", batches),
+            ("request_duration_us", "Total time of requests, in microseconds.", sums["request"]),
+            ("queue_duration_us", "Total time that requests waited, in microseconds.", sums["queue"]),
+            ("compute_infer_duration_us", "Total time of batches, in microseconds.", sums["step"] + sums["predict"]),
+        ):
+            metrics.append(metric := Metric(f"nv_inference_{name}", words, "unknown"))
+            for reason, number in value.items() if isinstance(value, dict) else ((None, value),):
+                labels = self._labels if reason is None else self._labels | {"reason": reason}
+                metric.add_sample(metric.name, labels, number)
+        return metrics
 
 
 class ServeEvent(NamedTuple):

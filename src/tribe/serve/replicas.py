@@ -81,15 +81,11 @@ def application(
 
 @contextlib.contextmanager
 def running(app: Any, host: str = HOST, port: int = 8000, address: str | None = None) -> Iterator[str]:
-    """Run an application on Ray, and stop it at the end; gives its URL.
+    """Run an `application` on Ray, and stop it at the end; gives its URL.
 
-    Args:
-        app: what `application` returned.
-        host: the address to listen on.
-        port: of HTTP.
-        address: of a Ray cluster; None: the one in RAY_ADDRESS, or one of this machine alone, which ends with it.
-            A cluster that runs already must have been started with the environment variable
-            RAY_SERVE_SESSION_ID_HEADER_KEY=x-tribe-stream, for streams to stay with their workers.
+    ``address`` is that of a Ray cluster; None: that in RAY_ADDRESS, or one of this machine alone, which ends with it.
+    A cluster that runs already must have been started with the environment variable
+    RAY_SERVE_SESSION_ID_HEADER_KEY=x-tribe-stream, for streams to stay with their workers.
     """
     ray_serve, ray = ray_serve_library(), importlib.import_module("ray")
     own = not ray.is_initialized()

@@ -48,12 +48,9 @@ class Principal:
 
     def __init__(self, token: Token, clock: Callable[[], float] = time.monotonic) -> None:
         self.token, self.clock = token, clock
+        self.rights = {action for action, role in NEEDS.items() if RANK[token.role] >= RANK[role]}
         self._balance = token.images_per_second or 0.0  # images that may be learned from now; below zero: a debt
         self._counted = clock()  # the time of the balance
-
-    def can(self, action: str) -> bool:
-        """Return whether the role permits an action."""
-        return RANK[self.token.role] >= RANK[NEEDS[action]]
 
     def can_access(self, stream: str) -> bool:
         """Return whether a stream is one of the token's."""
@@ -65,7 +62,7 @@ class Principal:
             raise Forbidden(
                 f"the token {self.token.name!r} is for streams that begin with {self.token.streams!r}, not {stream!r}"
             )
-        if not self.can(action):
+        if action not in self.rights:
             raise Forbidden(
                 f"the token {self.token.name!r} has the role {self.token.role}; {action.replace('_', ' ')} needs the "
                 f"role {NEEDS[action]}"
@@ -76,7 +73,7 @@ class Principal:
 
         A batch is never too large: it may lead into a debt, which later ones wait for.
         """
-        if not self.can("learn"):
+        if "learn" not in self.rights:
             return False
         rate = self.token.images_per_second
         if rate is None:

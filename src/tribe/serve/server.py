@@ -74,11 +74,6 @@ class Listener:
         """Return the address of gRPC, such as 127.0.0.1:8001; None without gRPC."""
         return None if self.grpc_port is None else self._address(self.grpc_port)
 
-    @property
-    def is_local(self) -> bool:
-        """Return whether the server is reached from this machine alone."""
-        return is_loopback(self.host)
-
     def _address(self, port: int) -> str:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 

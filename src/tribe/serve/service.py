@@ -111,7 +111,7 @@ class Service:
         deadline = None if request.timeout is None else arrived + request.timeout / 1e6
         if stream is not None:
             user.check("create" if request.start else "end" if request.end else "predict", stream)
-            if user.token.most_streams is not None or not user.can("create"):
+            if user.token.most_streams is not None or "create" not in user.rights:
                 await self.admit(stream, user)
             learn = learn and user.may_learn(len(images))
         result = await self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
@@ -133,7 +133,7 @@ class Service:
         names = {*filter(user.can_access, self.worker.sessions.by_name), *await self.worker.stored(user.token.streams)}
         if stream in names:
             return
-        if not user.can("create"):
+        if "create" not in user.rights:
             raise NotFound(f"no stream {stream!r}, and the token {user.token.name!r} may not create one")
         if user.token.most_streams is not None and len(names) >= user.token.most_streams:
             raise TooMany(

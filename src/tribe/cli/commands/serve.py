@@ -83,6 +83,7 @@ def serve(
     with messages(redirect=False):
         from tribe.serve import Server
         from tribe.serve.config import Limits, Policy
+        from tribe.serve.server import is_loopback
 
         chosen = method_name(method)
         fields = parse_overrides(settings, [chosen, *PARTS])
@@ -109,7 +110,7 @@ def serve(
             _serve_on_ray(net, chosen, port, options | {"workers": ray, "device": place.type})
             return
         server = Server(net.to(place), chosen, port=port, grpc_port=grpc_port, tls=tls, **options)
-        if server.service.access.is_open and not server.is_local:
+        if server.service.access.is_open and not is_loopback(server.host):
             print_message("warning", NO_TOKENS)
         server.run(lambda: typer.echo(_where(server, data)))
     typer.echo("stopped" if data is None else "stopped; every stream is stored")
