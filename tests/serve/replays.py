@@ -3,7 +3,7 @@
 The replay is what the streams of a worker are compared with.
 """
 
-import asyncio
+import contextlib
 import threading
 
 import tribe
@@ -34,20 +34,17 @@ def replay(fleet, stream, batches):
     return digest(state)
 
 
-def play(scenario, fleet=None, store=None, policy=POLICY, **options):
-    """Run a scenario, an async function of a worker, and return its result. The worker stops at the end."""
-
-    async def run():
-        worker = Worker(new_fleet() if fleet is None else fleet, store, policy=policy, **options)
-        await worker.start()
-        try:
-            return await scenario(worker)
-        finally:
-            if isinstance(store, Guided):
-                store.go.set()
-            await worker.stop()
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def working(fleet=None, store=None, policy=POLICY, **options):
+    """A worker, which stops at the end."""
+    worker = Worker(new_fleet() if fleet is None else fleet, store, policy=policy, **options)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        if isinstance(store, Guided):
+            store.go.set()
+        await worker.stop()
 
 
 def kinds(worker):

@@ -1,11 +1,12 @@
 """Guarded and watched streams over the wire: health in answers and descriptions, alarms as events and in metrics."""
 
+import asyncio
 import logging
 
 import numpy as np
 import pytest
 import torch
-from replays import new_fleet, play
+from replays import new_fleet, working
 
 from tribe.serve import Client, Server
 from tribe.serve.store.sqlite import SqliteStore
@@ -26,10 +27,11 @@ async def feed(worker, batches):
 def run(scenario, fleet, store=None):
     """Run a scenario, and return its result and the events."""
 
-    async def observed(worker):
-        return await scenario(worker), list(worker.log.kept)
+    async def observed():
+        async with working(fleet, store) as worker:
+            return await scenario(worker), list(worker.log.kept)
 
-    return play(observed, fleet, store)
+    return asyncio.run(observed())
 
 
 def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):

@@ -1,12 +1,13 @@
 """The worker on its event loop, with a real network and a real store: what is answered, learned, stored and lost."""
 
 import asyncio
+import contextlib
 import random
 import threading
 
 import pytest
 import torch
-from replays import Guided, batch, kinds, new_fleet, play, replay
+from replays import Guided, batch, kinds, new_fleet, replay, working
 
 import tribe
 from tribe.io.states import StateFileError
@@ -38,13 +39,10 @@ def store(tmp_path):
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_is_stepped_and_says_so():
+async def test_a_request_is_stepped_and_says_so():
     fleet = new_fleet()
-
-    async def scenario(worker):
-        return [await worker.infer("cam", batch(seed)) for seed in range(3)]
-
-    answers = play(scenario, fleet)
+    async with working(fleet) as worker:
+        answers = [await worker.infer("cam", batch(seed)) for seed in range(3)]
     state = fleet.method.init(fleet.net, 1, stream_seed("cam"))
     for seed, answer in enumerate(answers):
         logits, state = fleet.method.step(fleet.net, state, batch(seed)[None])
@@ -54,68 +52,53 @@ def test_a_request_is_stepped_and_says_so():
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(seed) for seed in range(3)])
 
 
-def test_a_request_without_a_stream_is_predicted_by_the_source_model():
+async def test_a_request_without_a_stream_is_predicted_by_the_source_model():
     fleet = new_fleet()
-
-    async def scenario(worker):
-        return await asyncio.gather(*(worker.infer(None, batch(seed, size)) for seed, size in enumerate((1, 2, 3))))
-
-    for seed, answer in enumerate(play(scenario, fleet)):
+    async with working(fleet) as worker:
+        answers = await asyncio.gather(*(worker.infer(None, batch(seed, size)) for seed, size in enumerate((1, 2, 3))))
+    for seed, answer in enumerate(answers):
         assert torch.allclose(answer.logits, fleet.predict_source(batch(seed, seed + 1)), atol=1e-6)
         assert answer[1:] == (False, None, None, None)
     assert fleet.names == []
 
 
-def test_a_request_that_only_predicts_changes_nothing():
+async def test_a_request_that_only_predicts_changes_nothing():
     fleet = new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet) as worker:
         await worker.infer("cam", batch(0))
         before = fleet.digest("cam")
         answer = await worker.infer("cam", batch(1), learn=False)
-        return before, answer
-
-    before, answer = play(scenario, fleet)
     assert fleet.digest("cam") == before
     assert torch.equal(answer.logits, fleet.predict({"cam": batch(1)})["cam"])
     assert (answer.adapted, answer.clock) == (False, 1)
 
 
-def test_a_repeated_request_id_does_not_learn_twice():
+async def test_a_repeated_request_id_does_not_learn_twice():
     fleet = new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet) as worker:
         together = [worker.infer("cam", batch(0), request_id="7") for _ in range(3)]  # also at the same time
-        return [*await asyncio.gather(*together), await worker.infer("cam", batch(0), request_id="7")]
-
-    answers = play(scenario, fleet)
+        answers = [*await asyncio.gather(*together), await worker.infer("cam", batch(0), request_id="7")]
     assert [answer.adapted for answer in answers].count(True) == 1
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
 
 
-def test_a_request_that_fails_harms_no_other():
+async def test_a_request_that_fails_harms_no_other():
     fleet = new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet) as worker:
         await worker.infer("bad", batch(0))
         await worker.infer("good", batch(0))
         wrong = worker.infer("bad", torch.rand(2, 5, 8, 8))
-        return await asyncio.gather(wrong, worker.infer("good", batch(1)), return_exceptions=True)
-
-    error, answer = play(scenario, fleet)
+        error, answer = await asyncio.gather(wrong, worker.infer("good", batch(1)), return_exceptions=True)
     assert isinstance(error, Exception)
     assert answer.adapted
     assert fleet.digest("bad") == replay(fleet, "bad", [batch(0)])
 
 
-def test_a_worker_that_stops_refuses_requests():
-    async def scenario(worker):
+async def test_a_worker_that_stops_refuses_requests():
+    async with working() as worker:
         await worker.infer("cam", batch(0))
-        return worker
-
-    worker = play(scenario)
     with pytest.raises(Unavailable, match="stops"):
-        asyncio.run(worker.infer("cam", batch(0)))
+        await worker.infer("cam", batch(0))
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
@@ -139,10 +122,9 @@ class Paused:
         return name in self.fleet
 
 
-def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order():
+async def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order():
     fleet, clock = Paused(), Clock()
-
-    async def scenario(worker):
+    async with working(fleet, clock=clock) as worker:
         for _ in range(20):
             worker.scheduler.times.observe("step", 2, 1.0)
         fleet.go.clear()
@@ -153,18 +135,15 @@ def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order()
         await asyncio.sleep(0)
         assert not first.done()
         fleet.go.set()
-        return hurried, await first, await later
-
-    hurried, first, later = play(scenario, fleet, clock=clock)
+        first, later = await first, await later
     assert (hurried.adapted, hurried.clock) == (False, 0)
     assert (first.clock, later.clock) == (1, 3)
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(0), batch(1), batch(2)])
 
 
-def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
+async def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
     fleet, clock = Paused(), Clock()
-
-    async def scenario(worker):
+    async with working(fleet, clock=clock) as worker:
         fleet.go.clear()
         asked = asyncio.create_task(worker.infer("cam", batch(0), request_id="7", deadline=clock() + 1.0))
         while worker.scheduler.stepping is None:
@@ -174,16 +153,14 @@ def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs():
         with pytest.raises(Unavailable, match="within"):
             await asked
         fleet.go.set()
-        return await worker.infer("cam", batch(0), request_id="7")
-
-    again = play(scenario, fleet, clock=clock)
+        again = await worker.infer("cam", batch(0), request_id="7")
     assert (again.adapted, fleet.clock("cam")) == (False, 1)  # the step was taken: a retry does not learn again
 
 
 # -- what is stored ---------------------------------------------------------------------------------------------------
 
 
-def test_every_state_equals_the_replay_of_what_it_learned_and_a_restart_goes_on_from_there(store):
+async def test_every_state_equals_the_replay_of_what_it_learned_and_a_restart_goes_on_from_there(store):
     draw, fleets = random.Random(0), [new_fleet(), new_fleet()]
     load = [(f"cam{draw.randrange(16)}", i, draw.randrange(1, 4), draw.randrange(4)) for i in range(80)]
 
@@ -192,12 +169,10 @@ def test_every_state_equals_the_replay_of_what_it_learned_and_a_restart_goes_on_
             await asyncio.sleep(0)  # odd arrival times
         await worker.infer(stream, batch(seed, size), request_id=str(seed))
 
-    async def scenario(worker, part):
-        await asyncio.gather(*(send(worker, *each) for each in part))
-        await worker.write_round()
-
-    play(lambda worker: scenario(worker, load[:40]), fleets[0], store)
-    play(lambda worker: scenario(worker, load[40:]), fleets[1], store)
+    for fleet, part in zip(fleets, (load[:40], load[40:]), strict=True):
+        async with working(fleet, store) as worker:
+            await asyncio.gather(*(send(worker, *each) for each in part))
+            await worker.write_round()
     for name in {stream for stream, *_ in load}:
         stored = store.read(name)
         sizes = {str(seed): size for _, seed, size, _ in load}
@@ -209,10 +184,10 @@ def test_every_state_equals_the_replay_of_what_it_learned_and_a_restart_goes_on_
         assert not store.entry(name).held
 
 
-def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
+async def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
     clock = Clock()
-
-    async def scenario(worker):
+    one_at_a_time = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
+    async with working(store=store, policy=one_at_a_time, clock=clock) as worker:
         for name in ("c", "a", "b"):
             clock.now += 1
             await worker.infer(name, batch(0))
@@ -222,18 +197,14 @@ def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(store):
             await worker.write_round()
             stored.append([name for name in "abc" if store.read(name) is not None])
         assert worker.stream("b")["lag"] == 0
-        return stored
-
-    one_at_a_time = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
-    assert play(scenario, store=store, policy=one_at_a_time, clock=clock) == [["c"], ["a", "c"], ["a", "b", "c"]]
+    assert stored == [["c"], ["a", "c"], ["a", "b", "c"]]
 
 
-def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
+async def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
     fleet, names, captured = Paused(), [f"cam{i}" for i in range(6)], []
     plain = fleet.fleet.to_bytes
     fleet.to_bytes = lambda name: captured.append(name) or plain(name)
-
-    async def scenario(worker):
+    async with working(fleet, store) as worker:
         await asyncio.gather(*(worker.infer(name, batch(0)) for name in names))
         fleet.go.clear()
         asked = asyncio.create_task(worker.infer("cam0", batch(1)))
@@ -247,15 +218,12 @@ def test_streams_are_not_written_one_by_one_each_after_a_step_of_its_own(store):
         assert sorted(captured) == names[1:]
         fleet.go.set()
         await asyncio.gather(asked, writing)
-
-    play(scenario, fleet, store)
     assert store.read("cam0").clock == 2
 
 
-def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
+async def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
     failing, clock, fleet = Guided(store), Clock(), new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet, failing, clock=clock) as worker:
         await worker.infer("cam", batch(0))
         failing.fails = {"all"}
         clock.now += 1
@@ -275,9 +243,7 @@ def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(store):
         after = await worker.infer("cam", batch(4))
         found = await worker.infer("new", batch(3))
         assert found.adapted
-        return after, kinds(worker)
-
-    after, seen = play(scenario, fleet, failing, clock=clock)
+        seen = kinds(worker)
     assert (after.adapted, after.clock) == (True, 3)
     assert seen.count("store-down") == 1
     assert seen.count("store-up") == 1
@@ -295,31 +261,24 @@ class TwoWorkers:
         self.store = SqliteStore(tmp_path / "data", now=self.clock)
         self.fleets = new_fleet(), new_fleet()
 
-    def play(self, scenario, policy=None):
-        policy = policy or Policy(
-            max_batch_delay=0, write_every=1000, renew=2, margin=2, lease=10, idle=1000, staleness=1
-        )
-
-        async def run():
-            pair = [Worker(f, self.store, policy=policy, clock=self.clock, owner=n)
-                    for f, n in zip(self.fleets, ("one", "two"), strict=True)]  # fmt: skip
-            for worker in pair:
-                worker._accepting = True  # without the tasks that act by themselves
-            result = await scenario(*pair)
+    @contextlib.asynccontextmanager
+    async def workers(self):
+        policy = Policy(max_batch_delay=0, write_every=1000, renew=2, margin=2, lease=10, idle=1000, staleness=1)
+        options = {"policy": policy, "clock": self.clock}
+        pair = [Worker(f, self.store, owner=n, **options) for f, n in zip(self.fleets, ("one", "two"), strict=True)]
+        for worker in pair:
+            worker._accepting = True  # without the tasks that act by themselves
+        try:
+            yield pair
             for worker in pair:
                 await worker.stop()
-            return result
-
-        try:
-            return asyncio.run(run())
         finally:
             self.store.close()
 
 
-def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_state(tmp_path):
+async def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_state(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, two):
         await one.infer("cam", batch(0))
         before = await two.infer("cam", batch(9))  # nothing is stored yet: the source model
         await one.write_round()
@@ -332,34 +291,27 @@ def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_state(
         second = await two.infer("cam", batch(9))
         with pytest.raises(NotOwner, match="another"):
             await two.control("reset", "cam")
-        return before, first, soon, second
-
-    answers = world.play(scenario)
+        answers = before, first, soon, second
     assert [answer.adapted for answer in answers] == [False] * 4
     assert [answer.clock for answer in answers] == [None, 1, 1, 2]
     assert answers[3].generation == 1
 
 
-def test_a_worker_whose_lease_was_not_renewed_only_predicts_until_it_is(tmp_path):
+async def test_a_worker_whose_lease_was_not_renewed_only_predicts_until_it_is(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, _):
         answers = [await one.infer("cam", batch(0))]
         world.clock.now += 8.5  # lease - margin is 8
         answers.append(await one.infer("cam", batch(1)))
         assert one.stream("cam")["state"] == "lease"
         await one.sessions.renew()
         answers.append(await one.infer("cam", batch(2)))
-        return answers
-
-    answers = world.play(scenario)
     assert [(answer.adapted, answer.clock) for answer in answers] == [(True, 1), (False, 1), (True, 2)]
 
 
-def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fenced(tmp_path):
+async def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fenced(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, two):
         await one.infer("cam", batch(0))
         await one.write_round()
         await one.infer("cam", batch(1))  # never stored
@@ -373,13 +325,10 @@ def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write_is_fe
         followed = await one.infer("cam", batch(3))
         assert (followed.adapted, followed.clock, followed.generation) == (False, 1, 2)
 
-    world.play(scenario)
 
-
-def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_placed_again(tmp_path):
+async def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_placed_again(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, two):
         await one.infer("cam", batch(0))
         await one.write_round()
         world.clock.now += 11
@@ -391,49 +340,40 @@ def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_placed_agai
             while one.sessions.by_name["cam"].claim is not None:
                 await asyncio.sleep(0)
         await losing
-        return await waiting
-
-    answer = world.play(scenario)
+        answer = await waiting
     assert (answer.adapted, answer.clock) == (False, 1)
 
 
-def test_a_released_stream_is_taken_over_at_once(tmp_path):
+async def test_a_released_stream_is_taken_over_at_once(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, two):
         await one.infer("cam", batch(0), request_id="7")
         assert (await one.control("end", "cam"))["state"] == "released"
         with pytest.raises(UnknownStream):
             one.stream("cam")
         repeated = await two.infer("cam", batch(0), request_id="7")
-        return repeated, await two.infer("cam", batch(1))
-
-    repeated, answer = world.play(scenario)
+        answer = await two.infer("cam", batch(1))
     assert (repeated.adapted, repeated.clock) == (False, 1)
     assert (answer.adapted, answer.clock, answer.generation) == (True, 2, 2)
 
 
-def test_an_idle_stream_is_stored_and_released(tmp_path):
+async def test_an_idle_stream_is_stored_and_released(tmp_path):
     world = TwoWorkers(tmp_path)
-
-    async def scenario(one, two):
+    async with world.workers() as (one, _):
         await one.infer("cam", batch(0))
         world.clock.now += 1001
         await one.release_idle()
         assert one.streams() == []
         assert world.fleets[0].names == []
-        return world.store.read("cam").clock, world.store.entry("cam").owner
-
-    assert world.play(scenario) == (1, None)
+        assert (world.store.read("cam").clock, world.store.entry("cam").owner) == (1, None)
 
 
 # -- control ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_frozen_reset_and_rolled_back_and_its_state_is_stored(store):
+async def test_a_stream_is_frozen_reset_and_rolled_back_and_its_state_is_stored(store):
     fleet = new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet, store) as worker:
         await worker.infer("cam", batch(0))
         kept = await worker.control("snapshot", "cam")
         assert kept["snapshot"] == 1
@@ -449,16 +389,13 @@ def test_a_stream_is_frozen_reset_and_rolled_back_and_its_state_is_stored(store)
         await worker.infer("cam", batch(3))
         with pytest.raises(UnknownStream, match="snapshot"):
             await worker.control("rollback", "cam", to=5)
-
-    play(scenario, fleet, store)
     fleet.from_bytes("cam", store.read("cam").blob)
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(3)])
 
 
-def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
+async def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
     fleet = new_fleet()
-
-    async def scenario(worker):
+    async with working(fleet, store) as worker:
         await worker.infer("cam", batch(0))
         data = await worker.control.get_state("cam")
         made = await worker.control("put_state", "copy", data=data)
@@ -471,32 +408,25 @@ def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(store):
         assert fleet.digest("as stored") == before
         with pytest.raises(UnknownStream):
             await worker.control.get_state("other")
-        return made, fleet.digest("copy")
-
-    made, digest = play(scenario, fleet, store)
+        digest = fleet.digest("copy")
     assert (made["clock"], digest) == (1, replay(fleet, "cam", [batch(0)]))
 
 
-def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
-    async def learn(worker):
+async def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
+    async with working(tribe.fleet(small_network(), "tent"), store) as worker:
         await worker.infer("cam", batch(0))
-
-    async def scenario(worker):
+    async with working(store=store) as worker:
         with pytest.raises(Conflict, match="tent") as caught:
             await worker.infer("cam", batch(0))
         assert caught.value.status == 409
         assert not store.entry("cam").held  # others may have it
         await worker.control("drop", "cam")
-        return await worker.infer("cam", batch(0))
-
-    play(learn, tribe.fleet(small_network(), "tent"), store)
-    assert play(scenario, store=store).clock == 1
+        assert (await worker.infer("cam", batch(0))).clock == 1
 
 
-def test_a_canceled_request_leaves_nothing_behind(store):
+async def test_a_canceled_request_leaves_nothing_behind(store):
     fleet = Paused()
-
-    async def scenario(worker):
+    async with working(fleet, store) as worker:
         opening = asyncio.create_task(worker.infer("cam", batch(0)))
         await asyncio.sleep(0)
         opening.cancel()
@@ -510,48 +440,39 @@ def test_a_canceled_request_leaves_nothing_behind(store):
         await asyncio.wait([stepping])
         assert worker.scheduler.waiting == 0
         fleet.go.set()
-        return await worker.infer("cam", batch(2))
-
-    assert play(scenario, fleet, store).clock == 2  # the step was taken
+        assert (await worker.infer("cam", batch(2))).clock == 2  # the step was taken
 
 
-def test_a_dropped_stream_starts_anew(store):
-    async def scenario(worker):
+async def test_a_dropped_stream_starts_anew(store):
+    async with working(store=store) as worker:
         await worker.infer("cam", batch(0))
         await worker.write_round()
         await worker.control("drop", "cam")
         assert store.entry("cam") is None
         with pytest.raises(UnknownStream):
             await worker.control("reset", "cam")
-        return await worker.infer("cam", batch(1))
-
-    answer = play(scenario, store=store)
+        answer = await worker.infer("cam", batch(1))
     assert (answer.clock, answer.generation) == (1, 2)
 
 
-def test_an_unknown_action_and_a_wrong_name_are_refused():
-    async def scenario(worker):
+async def test_an_unknown_action_and_a_wrong_name_are_refused():
+    async with working() as worker:
         with pytest.raises(ValueError, match="explode"):
             await worker.control("explode", "cam")
         with pytest.raises(ValueError, match="name"):
             await worker.infer("a\nb", batch(0))
 
-    play(scenario)
-
 
 # -- watching ---------------------------------------------------------------------------------------------------------
 
 
-def test_metrics_are_what_prometheus_reads(store):
+async def test_metrics_are_what_prometheus_reads(store):
     parser = pytest.importorskip("prometheus_client.parser")
-
-    async def scenario(worker):
+    async with working(store=store, model="digits") as worker:
         await worker.infer("cam:1", batch(0))
         await worker.infer(None, batch(0))
         await worker.write_round()
-        return worker.metrics_text(streams=True)
-
-    text = play(scenario, store=store, model="digits")
+        text = worker.metrics_text(streams=True)
     samples = {}
     for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
