@@ -1,6 +1,5 @@
 """Guarded and watched streams over the wire: health in answers and descriptions, alarms as events and in metrics."""
 
-import asyncio
 import logging
 
 import numpy as np
@@ -24,26 +23,14 @@ async def feed(worker, batches):
     return [await worker.infer("gate", x) for x in batches]
 
 
-def run(scenario, fleet, store=None):
-    """Run a scenario, and return its result and the events."""
-
-    async def observed():
-        async with working(fleet, store) as worker:
-            return await scenario(worker), list(worker.log.kept)
-
-    return asyncio.run(observed())
-
-
-def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):
-    async def scenario(worker):
+async def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_it_sees_again(caplog):
+    caplog.set_level(logging.INFO)
+    async with working(new_fleet(guard=True)) as worker:
         answers = await feed(worker, [seen(0), *[BLACK] * 4])
         known, metrics = worker.stream("gate"), worker.metrics_text(streams=True)
         predicted = await worker.infer("gate", seen(0), learn=False)
         await feed(worker, [seen(number) for number in range(1, 8)])
-        return answers, known, metrics, predicted, worker.stream("gate")
-
-    with caplog.at_level(logging.INFO):
-        (answers, known, metrics, predicted, later), events = run(scenario, new_fleet(guard=True))
+        later, events = worker.stream("gate"), list(worker.log.kept)
     assert answers[0].health["alarms"] == []
     assert "black" in answers[-1].health["alarms"]
     assert [answer.health["held"] for answer in answers] == [0, 16, 32, 48, 64]
@@ -70,7 +57,7 @@ def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_until_
     assert [(record.stream, record.kind) for record in logged] == [("gate", "black")], "it is logged once"
 
 
-def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
+async def test_a_return_to_the_last_good_state_is_an_event():
     """The guard's count is set by hand here: what makes it return is tested in tests/health."""
     fleet = new_fleet(guard=True)
     plain = fleet.report_many
@@ -84,40 +71,34 @@ def test_a_return_to_the_last_good_state_is_an_event(monkeypatch):
 
     fleet.report_many = report_many
 
-    async def scenario(worker):
+    async with working(fleet) as worker:
         await feed(worker, [seen(0)])
         returned["gate"] = 1
         await feed(worker, [seen(1), seen(2)])
-        return worker.metrics_text()
-
-    metrics, events = run(scenario, fleet)
+        metrics, events = worker.metrics_text(), worker.log.kept
     assert [event.numbers for event in events if event.kind == "guard-returned"] == [{"returned": 1}]
     assert 'tribe_guard_returns_total{model="tribe",version="1"} 1.0' in metrics
 
 
-def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_path):
+async def test_after_a_restart_the_health_is_known_and_an_old_alarm_is_no_news(tmp_path):
     store = SqliteStore(tmp_path)
-    run(lambda worker: feed(worker, [seen(0), *[BLACK] * 4]), new_fleet(guard=True), store)
-
-    async def scenario(worker):
+    async with working(new_fleet(guard=True), store) as worker:
+        await feed(worker, [seen(0), *[BLACK] * 4])
+    async with working(new_fleet(guard=True), store) as worker:
         await worker.control("create", "gate")
-        before = worker.stream("gate")
+        known = worker.stream("gate")
         await feed(worker, [BLACK])
-        return before
-
-    known, events = run(scenario, new_fleet(guard=True), store)
+        events = list(worker.log.kept)
     store.close()
     assert "black" in known["alarms"]
     assert known["held"] == 64
     assert not [event for event in events if event.kind.startswith("alarm-")]
 
 
-def test_a_stream_without_a_guard_says_nothing_of_health():
-    async def scenario(worker):
+async def test_a_stream_without_a_guard_says_nothing_of_health():
+    async with working() as worker:
         (answer,) = await feed(worker, [seen(0)])
-        return answer.health, worker.stream("gate"), worker.metrics_text(streams=True)
-
-    (health, known, metrics), _ = run(scenario, new_fleet())
+        health, known, metrics = answer.health, worker.stream("gate"), worker.metrics_text(streams=True)
     assert not {"alarms", "accuracy", "held"} & (health.keys() | known.keys())
     assert "tribe_stream_accuracy" not in metrics
 

@@ -1,6 +1,5 @@
 """NVIDIA's tritonclient, as it is, against the server: HTTP, gRPC, and both with asyncio."""
 
-import asyncio
 import queue
 
 import numpy as np
@@ -128,21 +127,16 @@ def test_grpc_streams_requests_in_order(server):
 
 
 @pytest.mark.parametrize("name", [f"{HTTP}.aio", f"{GRPC}.aio"])
-def test_asyncio_clients(server, name):
+async def test_asyncio_clients(server, name):
     stream = f"aio-{name.split('.')[1]}"
-
-    async def play():
-        module, client = client_of(name, server)
-        try:
-            assert await client.is_server_ready()
-            return [
-                (await client.infer("small", [tensor(module)], sequence_id=stream)).as_numpy("logits") for _ in range(2)
-            ]
-        finally:
-            await client.close()
-
-    for found, logits in zip(asyncio.run(play()), expected(stream, IMAGES, IMAGES), strict=True):
-        assert np.array_equal(found, logits)
+    module, client = client_of(name, server)
+    try:
+        assert await client.is_server_ready()
+        for logits in expected(stream, IMAGES, IMAGES):
+            result = await client.infer("small", [tensor(module)], sequence_id=stream)
+            assert np.array_equal(result.as_numpy("logits"), logits)
+    finally:
+        await client.close()
 
 
 def test_the_messages_have_the_numbers_and_types_of_the_published_ones():

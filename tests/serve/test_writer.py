@@ -68,41 +68,38 @@ def total(writer, name):
     return writer.runtime.metrics.total(f"tribe_{name}_total")
 
 
-def test_what_a_cancelled_round_has_captured_and_not_stored_counts_as_changed(store):
-    async def main():
-        storing, calls = asyncio.Event(), []
+async def test_what_a_cancelled_round_has_captured_and_not_stored_counts_as_changed(store):
+    storing, calls = asyncio.Event(), []
 
-        async def run(thread, function):
-            calls.append(function)
-            if len(calls) == 4:  # three states were captured, and none is stored
-                storing.set()
-                await asyncio.Event().wait()  # for ever: `stop` cancels the round here
-            return function()
+    async def run(thread, function):
+        calls.append(function)
+        if len(calls) == 4:  # three states were captured, and none is stored
+            storing.set()
+            await asyncio.Event().wait()  # for ever: `stop` cancels the round here
+        return function()
 
-        sessions = claimed(store, 3)
-        writer = new_writer(store, run)
-        task = asyncio.create_task(writer.round(sessions))
-        await storing.wait()
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-        assert dirty(sessions) == [1.0, 2.0, 3.0]
-        await writer.round(sessions)
-        assert dirty(sessions) == [None] * 3
-
-    asyncio.run(main())
+    sessions = claimed(store, 3)
+    writer = new_writer(store, run)
+    task = asyncio.create_task(writer.round(sessions))
+    await storing.wait()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert dirty(sessions) == [1.0, 2.0, 3.0]
+    await writer.round(sessions)
+    assert dirty(sessions) == [None] * 3
     assert [store.read(f"cam{i}").blob for i in range(3)] == [b"state"] * 3
 
 
-def test_the_states_of_a_group_are_stored_in_one_call(store):
+async def test_the_states_of_a_group_are_stored_in_one_call(store):
     sessions = claimed(store, 100)
-    asyncio.run(new_writer(store).round(reversed(sessions)))
+    await new_writer(store).round(reversed(sessions))
     assert [len(call) for call in store.calls] == [64, 36]
     assert store.calls[0] == [f"cam{i}" for i in range(64)], "the oldest change first"
     assert not any(session.changed for session in sessions)
 
 
-def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(store):
+async def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(store):
     sessions, gone = claimed(store, 3), []
     store.release(sessions[1].claim)
     store.claim("cam1", "another", 60)
@@ -112,14 +109,14 @@ def test_a_stream_that_is_refused_does_not_keep_the_others_from_being_stored(sto
         gone.append(session.name)
 
     writer = new_writer(store, on_fenced=on_fenced)
-    asyncio.run(writer.round(sessions))
+    await writer.round(sessions)
     assert gone == ["cam1"]
     assert dirty(sessions) == [None, None, 3.0]
     assert store.read("cam0").blob == b"state"
     assert [total(writer, name) for name in ("fenced_writes", "writes", "store_errors")] == [1, 1, 1]
 
 
-def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_stream(store):
+async def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_stream(store):
     """A reset claims the stream anew while an older state is on its way to the store."""
     (session,), calls = claimed(store, 1), []
 
@@ -132,13 +129,13 @@ def test_a_write_that_comes_after_its_stream_was_claimed_anew_does_not_lose_the_
         return function()
 
     writer = new_writer(store, run)
-    asyncio.run(writer.round([session]))
+    await writer.round([session])
     assert (session.dirty_since, session.writing_since, total(writer, "fenced_writes")) == (9.0, None, 0)
-    asyncio.run(writer.round([session]))
+    await writer.round([session])
     assert store.read("cam0").generation == 2
 
 
-def test_a_state_that_cannot_be_stored_is_reported_once_and_is_tried_again(store):
+async def test_a_state_that_cannot_be_stored_is_reported_once_and_is_tried_again(store):
     (session,), bad = claimed(store, 1), [True]
 
     def to_bytes(name):
@@ -147,12 +144,12 @@ def test_a_state_that_cannot_be_stored_is_reported_once_and_is_tried_again(store
         return b"state"
 
     writer = new_writer(store, to_bytes=to_bytes)
-    asyncio.run(writer.round([session]))
+    await writer.round([session])
     for _ in range(2):
         with pytest.raises(NotStored, match="finite"):
-            asyncio.run(writer.write(session))
+            await writer.write(session)
     assert [event.kind for event in writer.runtime.events.kept] == ["not-stored"]
     assert session.dirty_since == 1.0
     bad.clear()
-    asyncio.run(writer.write(session))
+    await writer.write(session)
     assert not session.changed
