@@ -228,24 +228,30 @@ def test_threads_that_find_out_at_once_that_a_network_flattens_with_view_all_go_
     assert shared.moves == 1
 
 
-def test_a_copy_that_is_made_during_a_step_waits_for_its_end():
-    inside, copying, copies = threading.Event(), threading.Event(), []
+def during_a_step():
+    """An adapter, a thread that is in the middle of a step of it, and an event that lets the step go on."""
+    inside, go_on = threading.Event(), threading.Event()
 
-    def pause(inner, x):
-        if threading.current_thread() is step:
+    def wait(inner, x):
+        if threading.current_thread() is thread:
             inside.set()
-            copying.wait()
+            go_on.wait(WAIT)
         return inner(x)
 
-    adapter = learner(Around(pause))
+    adapter = learner(Around(wait))
+    thread = threading.Thread(target=lambda: adapter(x()))
+    thread.start()
+    assert inside.wait(WAIT)
+    return adapter, thread, go_on
+
+
+def test_a_copy_that_is_made_during_a_step_waits_for_its_end():
+    adapter, thread, go_on = during_a_step()
     before = adapter.digest()
-    step = threading.Thread(target=lambda: adapter(x()))
-    step.start()
-    inside.wait()  # the step holds the lock
-    copying.set()
-    copies.append(copy.deepcopy(adapter).digest())
-    step.join()
-    assert copies == [adapter.digest()] != [before]
+    go_on.set()
+    copied = copy.deepcopy(adapter).digest()
+    thread.join()
+    assert copied == adapter.digest() != before
 
 
 def test_the_doctor_does_not_disturb_adapters_that_share_the_network():
@@ -265,27 +271,12 @@ def test_the_doctor_does_not_disturb_adapters_that_share_the_network():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_process_forked_during_a_step_can_predict():
-    inside, go_on = threading.Event(), threading.Event()
-
-    def wait(inner, x):
-        if threading.current_thread() is thread:
-            inside.set()
-            go_on.wait()
-        return inner(x)
-
-    adapter = learner(Around(wait))
-    adapter.net.model.run = wait
-    expected = None
-    thread = threading.Thread(target=lambda: adapter(x()))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a forked child has no thread pool
+    adapter, thread, go_on = during_a_step()
     try:
         expected = adapter.predict(x(1))
-        thread.start()
-        inside.wait()
         if not (child := os.fork()):
             os._exit(0 if torch.equal(adapter.predict(x(1)), expected) else 1)
-        deadline = threading.Timer(30, lambda: os.kill(child, 9))
+        deadline = threading.Timer(WAIT, lambda: os.kill(child, 9))
         deadline.start()
         status = os.waitpid(child, 0)[1]
         deadline.cancel()
@@ -293,7 +284,6 @@ def test_a_process_forked_during_a_step_can_predict():
     finally:
         go_on.set()
         thread.join()
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
