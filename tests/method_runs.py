@@ -54,8 +54,3 @@ def play(method, net, xs, state=None, seed=0):
         y, state = method.step(net, state, x)
         outputs.append(y)
     return outputs, state
-
-
-def assert_affine(affine, weights, biases, atol=1e-10):
-    torch.testing.assert_close(affine.weight[0], torch.cat([w.detach() for w in weights]), rtol=0, atol=atol)
-    torch.testing.assert_close(affine.bias[0], torch.cat([b.detach() for b in biases]), rtol=0, atol=atol)

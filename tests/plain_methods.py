@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import reference
-from tribe.core import rng
+from tribe.core import memory, rng
 from tribe.core.all_weights import WeightLayout
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen
@@ -429,17 +429,16 @@ def delta(net, xs, method):
     return outputs, named | {"stats.mean": torch.cat([m.mean for m in layers])[None], "stats.var": sigma**2 - 1e-5}
 
 
-def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
-    """SoTTA (NeurIPS 2023), an image at a time; ``lots`` are the draws of the confident ones, in order.
-
-    Returns the logits of each image, the BatchNorm layers, and the positions in memory.
-    """
+def sotta(net, xs, method):
+    """SoTTA (NeurIPS 2023), an image at a time; with a frozen tail, the second of two layers does not learn."""
+    images, frozen = torch.cat(xs), [1] if method.frozen_tail else []
     module, weights, biases = ordinary(net, net.source()[1])
     layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
     for layer in layers:
-        layer.momentum = momentum
+        layer.momentum = method.momentum
     params = [p for i, pair in enumerate(zip(weights, biases, strict=True)) if i not in frozen for p in pair]
-    adam, lots, outputs, bank = torch.optim.Adam(params, lr=lr), iter(lots), [], None
+    adam, outputs, confident = torch.optim.Adam(params, lr=method.lr), [], 0
+    bank = reference.ReservoirMemory(method.size, method.classes)
 
     def descend():
         adam.zero_grad()
@@ -451,15 +450,16 @@ def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
         with torch.no_grad():
             z = module(image[None])[0]
         outputs.append(z)
-        bank = bank or reference.ReservoirMemory(size, len(z))
-        if float(z.softmax(0).max()) >= c_0:
-            bank.add(position, int(z.argmax()), 0.0, next(lots))  # a coin of 0: every newcomer is held
-        if (position + 1) % every == 0 and any(bank.items):
+        if float(z.softmax(0).max()) >= method.c_0:
+            lot = rng.uniform(Key(torch.tensor([0]), torch.tensor([confident])), memory.DRAWS, (2,))[0, 1]
+            bank.add(position, int(z.argmax()), 0.0, float(lot))  # a coin of 0: every newcomer is held
+            confident += 1
+        if (position + 1) % method.every == 0 and any(bank.items):
             module.train()
             descend()
             with torch.no_grad():
                 length = math.sqrt(sum(float((p.grad**2).sum()) for p in params))
-                away = [rho * p.grad / length for p in params]
+                away = [method.rho * p.grad / length for p in params]
                 for p, step in zip(params, away, strict=True):
                     p.add_(step)
             descend()
@@ -467,7 +467,13 @@ def sotta(net, images, *, c_0, rho, momentum, lr, size, every, lots, frozen=()):
                 for p, step in zip(params, away, strict=True):
                     p.sub_(step)
             adam.step()
-    return torch.stack(outputs), layers, sorted(item for items in bank.items for item in items)
+    assert method.size < confident < len(images), "all images were confident, or none: the screening was not tested"
+    held = images[sorted(item for items in bank.items for item in items)].flatten(1)
+    named = learned(weights, biases) | {"memory.image": held}
+    for kind in ("mean", "var"):
+        named[f"stats.{kind}"] = torch.cat([getattr(m, f"running_{kind}") for m in layers])[None]
+    counts = {"seen": torch.tensor(len(images)), "adam.steps": torch.tensor(len(images) // method.every)}
+    return torch.stack(outputs).split(len(xs[0])), named | counts
 
 
 def bdn(net, xs, method):

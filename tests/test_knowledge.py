@@ -19,7 +19,7 @@ from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.state import digest
 from tribe.experiments.store import finished
-from tribe.knowledge import SHIPPED, Knowledge, KnowledgeError, find_knowledge, knowledge_path
+from tribe.knowledge import SHIPPED, Knowledge, KnowledgeError, find_knowledge
 from tribe.testing import images, informed, small_network
 
 
@@ -193,15 +193,6 @@ def test_a_damaged_file_is_refused_in_words(eata, tmp_path, damage, words):
     damage(path)
     with pytest.raises(KnowledgeError, match=words):
         methods.create("eata", classes=4, knowledge=path)
-
-
-def test_where_knowledge_lies(tmp_path):
-    path = knowledge_path("eata", "timm/resnet50", "imagenet", tmp_path)
-    assert find_knowledge("eata", "timm/resnet50", "imagenet", tmp_path) is None
-    path.parent.mkdir()
-    path.touch()
-    assert find_knowledge("eata", "timm/resnet50", "imagenet", tmp_path) == path
-    assert find_knowledge("eata", "timm/resnet18", "imagenet", tmp_path) is None
 
 
 # -- tribe source -----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """RoTTA and NOTE: when they update, from what, and what is refused; the recorded numbers are in test_goldens.py."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -133,15 +134,16 @@ def test_rotta_plays_one_image_at_a_time_as_it_plays_batches() -> None:
         assert gap(state.adam, states[0].adam) < 1e-9
 
 
-def test_rotta_streams_out_of_phase_are_each_as_if_alone() -> None:
-    """Catches an update of one stream that touches another: they reach their tenth images at different times."""
-    net, x = network(), shots(40, streams=3)
+@pytest.mark.parametrize("make", [partial(rotta, nu=0.1), partial(note, every=5)])
+def test_streams_out_of_phase_are_each_as_if_alone(make: Any) -> None:
+    """Catches an update of one stream that touches another: they reach their updates at different times."""
+    net, x, method = network(), shots(40, streams=3), make()
     valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < torch.tensor([[1.0], [0.6], [0.3]])
-    method = rotta(nu=0.1)
-    _, state = play(method, net, x, 8, valid, seed=4)
+    y, state = play(method, net, x, 8, valid, seed=4)
     assert len(set(state.adam.steps.tolist())) == 3
     for i in range(3):
-        _, alone = play(method, net, x[i : i + 1], 8, valid[i : i + 1], seed=4 + i)
+        z, alone = play(method, net, x[i : i + 1], 8, valid[i : i + 1], seed=4 + i)
+        assert float((y[i] - z[0]).abs().max()) < 1e-9
         assert gap(stream(state, i, 3), alone) < 1e-9
 
 
@@ -201,20 +203,6 @@ def test_note_learns_after_every_so_many_images_from_the_memory_of_that_moment(b
         assert torch.equal(state.memory.image, bank.image)
         assert torch.equal(state.memory.label, bank.label)
     assert int(state.adam.steps) == 24 // (every or batch)
-
-
-def test_note_streams_count_their_own_images() -> None:
-    """One stream learns in a step in which another does not: each equals the stream alone."""
-    net, x, method = network(), shots(24, streams=2), note(every=5)
-    valid = torch.ones(2, 24, dtype=torch.bool)
-    valid[1, [0, 1, 7, 8, 9, 10, 20]] = False
-    y, state = play(method, net, x, 6, valid)
-    assert state.adam.steps.tolist() == [4, 3]
-    for s in (0, 1):
-        alone, own = play(method, net, x[s : s + 1], 6, valid[s : s + 1], seed=s)
-        assert float((y[s] - alone[0]).abs().max()) < 1e-9
-        assert gap(stream(state, s, 2), own) < 1e-9
-        assert torch.equal(stream(state, s, 2).memory.label, own.memory.label)
 
 
 # -- both -----------------------------------------------------------------------------------------------------------
