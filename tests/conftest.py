@@ -29,16 +29,11 @@ class SkipCheck:
 
     def pytest_runtest_logreport(self, report):
         if report.skipped and not hasattr(report, "wasxfail"):
-            self.check(report)
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+            if not self.allowed.search(reason):
+                self.refused.append(f"{report.nodeid}: {reason}")
 
-    def pytest_collectreport(self, report):
-        if report.skipped:
-            self.check(report)
-
-    def check(self, report):
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        if not self.allowed.search(reason):
-            self.refused.append(f"{report.nodeid}: {reason}")
+    pytest_collectreport = pytest_runtest_logreport
 
     def pytest_sessionfinish(self, session):
         if self.refused:
