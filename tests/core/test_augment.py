@@ -261,14 +261,6 @@ def test_colour_operation_together_equals_alone(operation):
         assert torch.equal(together[s : s + 1], augment.OPERATIONS[operation](x[s : s + 1], f[s : s + 1]))
 
 
-def test_streams_differ_and_ticks_differ():
-    x = pictures((1, 2, 3, 8, 8)).expand(2, -1, -1, -1, -1)
-    by_seed = Augment()(x, Key(torch.tensor([1, 2]), torch.tensor([0, 0])))
-    by_clock = Augment()(x, Key(torch.tensor([1, 1]), torch.tensor([0, 1])))
-    assert not torch.allclose(by_seed[0], by_seed[1], atol=0.02)
-    assert not torch.allclose(by_clock[0], by_clock[1], atol=0.02)
-
-
 def test_a_batch_shares_parameters_or_every_image_has_its_own():
     x, key = pictures((1, 1, 3, 8, 8)).expand(1, 4, -1, -1, -1), make_key(1)
     shared, own = (Augment(per=per, noise=0.0)(x, key)[0] for per in ("batch", "image"))

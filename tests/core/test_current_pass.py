@@ -52,30 +52,6 @@ def test_layers_that_run_outside_the_pass_raise_with_the_reason(run: Callable[[n
         net(images("BatchNorm2d"), affine, stats, BATCH).logits.sum().backward()
 
 
-class Viewed(nn.Module):
-    """Flattens feature maps with view, which channels-last order does not allow."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.LazyLinear(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.conv(x)).view(len(x), -1))
-
-
-def test_a_pass_with_labels_is_repeated_without_channels_last() -> None:
-    """Catches a second try that groups labels which the first try has grouped."""
-    model, x = Viewed(), images("BatchNorm2d")
-    model(x[0])
-    net, again = Backbone(model), Backbone(model)
-    affine, stats, _, labels, valid = different_rows(net, BALANCED, 1)
-    first = net(x, affine, stats, BALANCED, labels, valid)
-    again(x, *again.source(), FROZEN)
-    second = again(x, affine, stats, BALANCED, labels, valid)
-    assert net.moves == again.moves == 1
-    assert torch.equal(first.logits, second.logits)
-
-
 class Listed(nn.Module):
     """Calls its layers by references outside its modules."""
 

@@ -95,7 +95,6 @@ def test_class_statistics_do_not_drift_in_five_thousand_steps(mode):
 
 @pytest.mark.parametrize("mode", [False, "auto"])
 def test_class_sums_do_not_pass_through_tf32(mode):
-    kernels.use(mode)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     norm = tribe.norms.create("balanced", classes=3, eta=0.5)
     generator = torch.Generator().manual_seed(0)
@@ -103,7 +102,9 @@ def test_class_sums_do_not_pass_through_tf32(mode):
     stats = tribe.Stats(torch.full((1, 3, 8), 98.0), torch.ones(1, 3, 8))
     labels, valid = torch.randint(3, (1, 64), generator=generator), torch.ones(1, 64, dtype=torch.bool)
     here = norm(mean, var, 9, stats, labels, valid, 1e-5)
-    there = norm(mean.cuda(), var.cuda(), 9, tribe.Stats(*(t.cuda() for t in stats)), labels.cuda(), valid.cuda(), 1e-5)
+    given = mean.cuda(), var.cuda(), 9, tribe.Stats(*(t.cuda() for t in stats)), labels.cuda(), valid.cuda(), 1e-5
+    with kernels.using(mode):
+        there = norm(*given)
     for a, b in zip((*here[:2], *here[2]), (*there[:2], *there[2]), strict=True):
         assert torch.allclose(a, b.cpu(), rtol=1e-6)
 
@@ -113,12 +114,12 @@ def test_class_sums_do_not_pass_through_tf32(mode):
 @pytest.mark.parametrize(("method", "fields"), [*((name, {}) for name in tribe.methods.names()), *GUARDED], ids=str)
 def test_deterministic_steps_give_the_same_bits(method, fields, mode):
     """For every method, captured where it can be: all its operations have a deterministic algorithm."""
-    kernels.use(mode)
     net = small_network().cuda()
     first, second = (tribe.adapt(net, ready(method, **fields), streams=2, deterministic=True) for _ in range(2))
-    for seed in range(12):  # RoTTA learns at the 64th image
-        x = images(2, 6, seed).cuda()
-        assert torch.equal(first(x), second(x))
+    with kernels.using(mode):
+        for seed in range(12):  # RoTTA learns at the 64th image
+            x = images(2, 6, seed).cuda()
+            assert torch.equal(first(x), second(x))
     assert first.digest() == second.digest()
 
 

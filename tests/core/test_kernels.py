@@ -103,11 +103,6 @@ def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
         kernels.works.cache_clear()
 
 
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="fast"):
-        kernels.use("fast")  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed (torch's CPU builds come without it)")
 @pytest.mark.skipif(kernels.INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")

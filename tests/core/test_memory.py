@@ -171,10 +171,6 @@ def test_below_quota_in_a_full_memory_images_of_the_largest_classes_leave() -> N
     assert held_after(5, 3, (0, 0.1), (0, 0.6), (1, 1.0), (1, 0.5), (2, 1.09), (2, 0.1)) == [0, 1, 3, 4, 5]
 
 
-def test_a_newcomer_of_the_highest_uncertainty_is_dropped() -> None:
-    assert held_after(2, 2, (0, 0.0), (0, 0.69)) == [0]
-
-
 def test_an_equal_score_does_not_let_the_newcomer_in() -> None:
     """The score of the held image has to exceed the newcomer's."""
     worth = 1 / (1 + math.exp(-1 / 2)) - 0.5
@@ -191,11 +187,6 @@ def test_on_ties_the_later_leaves() -> None:
     old = held._replace(arrivals=held.arrivals + 10_000)
     after = arrive(old, sequence((0, 0.0)), 2, torch.tensor([0]), 1)
     assert [(label, age) for _, label, age in contents(after)] == [(0, 10_005), (1, 10_003), (1, 10_002), (0, 1)]
-
-
-def test_ages_count_every_arrival_even_of_those_dropped() -> None:
-    held = play("timely", sequence((0, 0.0), (0, 0.69), (0, 0.69), (1, 0.0)), 2, 2)
-    assert contents(held) == [(0, 0, 4), (3, 1, 1)]
 
 
 # -- NOTE's reservoir in distribution -------------------------------------------------------------------------------

@@ -105,16 +105,6 @@ def test_views_that_lie_a_batch_apart_are_told_apart(inner, method):
     assert torch.allclose(*outcomes, atol=1e-4)
 
 
-@pytest.mark.parametrize("run", [apart, side_by_side])
-@pytest.mark.parametrize("method", ["bn", "tent", "tribe"])
-def test_cameras_do_not_meet_in_a_network_that_looks_twice(run, method):
-    adapter = learner(Around(run), method, streams=2)
-    x = images(2, 6, 0)
-    other = x.clone()
-    other[1] = 1 - other[1]
-    assert torch.equal(adapter.predict(x)[0], adapter.predict(other)[0])
-
-
 class Frames(nn.Module):
     """Folds two frames of each image into the batch, behind or before layers that need more than one image."""
 

@@ -6,7 +6,7 @@ pass reads once. The numbers are the same up to rounding. Sums are in float32, c
 fixed order, so that a run repeats bit by bit.
 
 The kernels serve tensors on CUDA. Tensor operations serve elsewhere: on other devices, in float64, where Triton is not
-installed, and after ``kernels.use(False)`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
+installed, inside ``kernels.using(False)`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
 (TRITON_INTERPRET=1) runs the kernels on the CPU, for tests.
 
 Here is what decides whether a kernel can serve a tensor: callers ask the ``can_*`` function of an operation first.
@@ -56,16 +56,6 @@ Switch = bool | Literal["auto"]
 _mode: Switch = False if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
 
 
-def use(mode: Switch) -> None:
-    """Use kernels where they can run ("auto"), or nowhere (False), in the whole process; True raises without Triton."""
-    global _mode
-    if mode not in ("auto", True, False):
-        raise ValueError(f"kernels are 'auto', True or False; got {mode!r}")
-    if mode is True and not INSTALLED:
-        raise ValueError("kernels need Triton: pip install triton")
-    _mode = mode
-
-
 def mode() -> Switch:
     """Return the current mode."""
     return _mode
@@ -73,13 +63,13 @@ def mode() -> Switch:
 
 @contextlib.contextmanager
 def using(mode: Switch) -> Iterator[None]:
-    """Set the mode; restore it on exit."""
-    before = _mode
-    use(mode)
+    """Use kernels where they can run ("auto"), or nowhere (False), in the whole process; restore the mode on exit."""
+    global _mode
+    before, _mode = _mode, mode
     try:
         yield
     finally:
-        use(before)
+        _mode = before
 
 
 def can_run(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
