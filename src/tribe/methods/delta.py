@@ -58,11 +58,6 @@ class Delta(EntropyMethod):
     per_class = "the frequency of each class"
     presets = {"imagenet": {"lr": 0.00025, "optimizer": "sgd"}}
 
-    @property
-    def norm(self) -> Renorm:
-        """TBR with this method's settings."""
-        return Renorm(self.alpha)
-
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> DeltaState:
         """Start at the source; every class is equally frequent."""
         affine, adam, *clocks = super().init(net, streams, seed)
@@ -75,11 +70,11 @@ class Delta(EntropyMethod):
 
     def normalisation(self, net: Backbone, state: DeltaState, batch: ScreenedBatch) -> tuple[Stats, Renorm]:
         """Return the moving statistics, which the batch updates; of a stream's first batch, its own."""
-        return self._moving(state), self.norm
+        return self._moving(state), Renorm(self.alpha)
 
     def logits(self, net: Backbone, state: DeltaState, batch: ScreenedBatch) -> Tensor:
         """Predict: a pass of `deployed`; in a stream without a batch yet, the images have their own statistics."""
-        logits: Tensor = net(batch.x, state.affine, self._moving(state), self.norm, valid=batch.valid).logits
+        logits: Tensor = net(batch.x, state.affine, self._moving(state), Renorm(self.alpha), valid=batch.valid).logits
         return logits
 
     def objective(

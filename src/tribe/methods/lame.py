@@ -19,7 +19,7 @@ from tribe.core.graphs import segment
 from tribe.core.moments import accumulation_dtype
 from tribe.fields import Count, NotNegative, Range
 from tribe.methods import Backbone, ScreenedBatch, Update, register
-from tribe.methods.method import features_of, require_features
+from tribe.methods.method import features_of
 from tribe.methods.source import Source, SourceState
 
 CHECK_EVERY = 8  # rounds between two checks for convergence: each makes the host wait for the device
@@ -60,11 +60,6 @@ class Lame(Source):
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
     not_exportable_because = "neighbours in a batch correct each other's predictions"
-
-    def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SourceState:
-        """Return the clocks only."""
-        require_features(net, self)
-        return super().init(net, streams, seed)
 
     def adapt(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Update:
         """Predict."""

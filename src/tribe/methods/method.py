@@ -250,6 +250,8 @@ def check_fits(net: Backbone, method: Any) -> None:
         check_classes(net, method.classes)
     if "affine" in method.works_on and not net.has_affine:
         raise ValueError(NO_AFFINE)
+    if "features" in method.works_on and net.classifier is None:
+        raise ValueError(NO_FEATURES.format(method.name))
 
 
 def check_classes(net: Backbone, classes: int | None) -> None:
@@ -281,12 +283,6 @@ NO_FEATURES = (
     "{} uses the features of images, the input of the network's classifier, and no classifier layer was found that "
     "sees each image once: name it with tribe.Backbone(model, classifier=...)"
 )
-
-
-def require_features(net: Backbone, method: Method) -> None:
-    """Refuse a network whose classifier is not known."""
-    if net.classifier is None:
-        raise ValueError(NO_FEATURES.format(method.name))
 
 
 def features_of(method: Method, output: Output) -> Tensor:

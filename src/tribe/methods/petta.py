@@ -32,7 +32,7 @@ from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import NotNegative, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import ScreenedBatch, finite, mask_logits, register, report_agreement
-from tribe.methods.method import features_of, require_features
+from tribe.methods.method import features_of
 from tribe.methods.rotta import Branch, TimelyMethod
 from tribe.norms.batch import Robust
 
@@ -92,14 +92,8 @@ class Petta(TimelyMethod):
     needs = "the mean and variance of source features of each class"
     presets = {"imagenet": {"loss": "plain"}}
 
-    @property
-    def norm(self) -> Robust:
-        """Robust BN with this method's settings."""
-        return Robust(self.alpha_bn)
-
     def study(self, net: Backbone, batches: Iterable[tuple[Tensor, Tensor]]) -> Knowledge:
         """Mean and variance of the features of the images that the source model assigns to each class."""
-        require_features(net, self)
         images, nothing = 0, torch.zeros((), dtype=torch.float64, device=net.device)
         counts, total, squares = nothing, nothing, nothing
         for x, _ in study_batches(net, batches):
@@ -118,7 +112,6 @@ class Petta(TimelyMethod):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> PettaState:
         """Teacher, student and mean features start from the source, the memory empty."""
-        require_features(net, self)
         known = checked_tensors(self, net, {"mean": (self.class_count, "F"), "var": (self.class_count, "F")})
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
         mean = known["mean"].expand(streams, -1, -1).clone()
@@ -157,8 +150,8 @@ class Petta(TimelyMethod):
         self, net: Backbone, state: PettaState, shape: tuple[int, ...], gamma: Tensor, due: Tensor
     ) -> PettaState:
         """Move the student, then the teacher towards it, in the streams ``due`` (S,)."""
-        x, valid, norm = memory.images(state.memory, shape), memory.filled(state.memory) & due.unsqueeze(1), self.norm
-        source, _ = net.source(len(x))
+        x, valid = memory.images(state.memory, shape), memory.filled(state.memory) & due.unsqueeze(1)
+        norm, (source, _) = Robust(self.alpha_bn), net.source(len(x))
         with torch.no_grad():
             teacher, _, teacher_stats = net(x, *state.teacher, norm, valid=valid)
             anchor, _, anchor_stats = net(x, source, state.anchor, norm, valid=valid)

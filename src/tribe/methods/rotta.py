@@ -74,11 +74,6 @@ class Rotta(TimelyMethod):
     paper = "Yuan et al., Robust test-time adaptation in dynamic scenarios, CVPR 2023"
     per_class = "a share of its memory for each class"
 
-    @property
-    def norm(self) -> Robust:
-        """Robust BN with this method's settings."""
-        return Robust(self.alpha)
-
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
         """Teacher and student start from the source, the memory empty."""
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
@@ -87,7 +82,7 @@ class Rotta(TimelyMethod):
 
     def update(self, net: Backbone, state: RottaState, shape: tuple[int, ...], due: Tensor) -> RottaState:
         """Move the student towards the teacher and the teacher towards the student, in the streams ``due``."""
-        bank, norm = state.memory, self.norm
+        bank, norm = state.memory, Robust(self.alpha)
         seen, valid = memory.images(bank, shape), memory.filled(bank)
         with torch.no_grad():
             teacher, _, teacher_stats = net(seen, *state.teacher, norm, valid=valid)

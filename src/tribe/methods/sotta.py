@@ -68,11 +68,6 @@ class Sotta(MemoryMethod):
         """Return the published confidence."""
         return {"c_0": self.published(0.99, 0.66, 0.33)}
 
-    @property
-    def norm(self) -> Training:
-        """BatchNorm in training, with this method's momentum."""
-        return Training(self.momentum)
-
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SottaState:
         """Start at the source, the memory empty."""
         adapted_channels(net, self.frozen_tail)  # checks frozen_tail
@@ -113,5 +108,5 @@ class Sotta(MemoryMethod):
         """Return the gradient of the mean entropy, and the running statistics after the pass."""
         with torch.enable_grad():
             affine = at.leaf()
-            logits, _, stats = net(x, affine, stats, self.norm, valid=counts)
+            logits, _, stats = net(x, affine, stats, Training(self.momentum), valid=counts)
             return affine.gradient(losses.mean_over(losses.entropy(logits), counts)), stats

@@ -19,7 +19,7 @@ from tribe.core.state import Affine, Info
 from tribe.fields import Count, NotNegative, Positive, Range, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, PerBatch, ScreenedBatch, Update, register
-from tribe.methods.method import features_of, require_features
+from tribe.methods.method import features_of
 from tribe.norms import Norm
 
 LIMIT = 2**30  # most numbers in the class covariances of one stream: 4 GB in float32
@@ -88,7 +88,6 @@ class Ttac(Method):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> TtacState:
         """The classes' clusters start as the source's, the one of all samples empty."""
-        require_features(net, self)
         known = checked_tensors(self, net, SHAPES)
         self._check(known)
         classes, features = self.class_count if self.class_aware else 0, len(known["mean"])
