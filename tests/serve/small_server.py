@@ -1,9 +1,11 @@
 """Servers of a small network on a free port of this machine, with the real worker."""
 
+import hashlib
 import importlib.util
 
 import tribe
 from tribe.serve.protocol import ModelInfo
+from tribe.serve.security import Token
 from tribe.serve.server import Listener, new_access
 from tribe.serve.service import Service
 from tribe.serve.worker import Worker
@@ -25,6 +27,11 @@ def serving(worker, *, tokens=None, limits=None, port=0, **options):
 def listening(**options):
     """A server of the small network, without a store."""
     return serving(Worker(small_fleet()), **options)
+
+
+def token(name, **fields):
+    """A token whose secret is its name."""
+    return Token(name, hashlib.sha256(name.encode()).hexdigest(), **fields)
 
 
 def has_grpc():

@@ -1,6 +1,5 @@
 """The page of a server as an operator meets it: a real browser, a real worker, by mouse and by keyboard."""
 
-import hashlib
 import json
 
 import pytest
@@ -9,13 +8,12 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 
 from http_calls import IMAGES
 from playwright.sync_api import expect
-from small_server import serving, small_fleet
+from small_server import serving, small_fleet, token
 
 import tribe
 from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
-from tribe.serve.security import Token
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network
@@ -179,12 +177,11 @@ def test_the_health_of_a_stream_is_shown_with_its_alarms(visit):
 
 
 def test_the_last_frame_of_a_stream_is_shown_if_the_server_keeps_it(visit):
-    tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "learn")]
-    with opened(tokens=tokens, limits=Limits(thumbnails=2**20)) as server:
-        with Client(server.url, "small", token="eyes-of-sixteen-chars") as client:
+    with opened(tokens=[token("eyes", streams="cam", role="learn")], limits=Limits(thumbnails=2**20)) as server:
+        with Client(server.url, "small", token="eyes") as client:
             client.predict("cam1", IMAGES)
         page = visit(server.url, expected=("401 (Unauthorized)",))
-        page.get_by_label("Token").fill("eyes-of-sixteen-chars")
+        page.get_by_label("Token").fill("eyes")
         page.keyboard.press("Enter")
         frame = page.get_by_role("img", name="Last frame of cam1")
         expect(frame).to_be_visible()
@@ -258,8 +255,7 @@ def test_it_says_that_the_server_is_gone_and_goes_on_when_it_is_back(visit):
 
 
 def test_it_asks_for_a_token_and_keeps_it_nowhere(visit):
-    tokens = [Token("eye", hashlib.sha256(b"eyes-of-sixteen-chars").hexdigest(), "cam", "predict")]
-    with opened(tokens=tokens) as server:
+    with opened(tokens=[token("eyes", streams="cam", role="predict")]) as server:
         page = visit(server.url, expected=("401 (Unauthorized)", "403 (Forbidden)"))
         field = page.get_by_label("Token")
         expect(field).to_be_focused()
@@ -270,12 +266,12 @@ def test_it_asks_for_a_token_and_keeps_it_nowhere(visit):
             field.fill(given)
             page.keyboard.press("Enter")
             expect(page.locator("#login-words")).to_contain_text(words)
-        field.fill("eyes-of-sixteen-chars")
+        field.fill("eyes")
         page.keyboard.press("Enter")
         expect(page.locator("#summary")).to_contain_text("2 streams")
         expect(page.locator("#events li")).to_have_count(2)
         do(page, "Reset", "cam1")
-        expect(page.locator("#said")).to_contain_text("cam1 was not changed: the token 'eye' has the role predict")
+        expect(page.locator("#said")).to_contain_text("cam1 was not changed: the token 'eyes' has the role predict")
         kept = page.evaluate(
             "[document.cookie, JSON.stringify(localStorage), JSON.stringify(sessionStorage), location.href]"
         )

@@ -1,4 +1,4 @@
-"""What a store in Redis does when the server dies, is full, holds other things, or is not there."""
+"""A store in Redis when the server dies, is full, holds other things, or is not there."""
 
 import sys
 

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 from http_calls import IMAGES, infer, refused, web
-from small_server import has_grpc, listening
+from small_server import has_grpc, listening, token
 
 from tribe.serve.client import Client, ClientError
 from tribe.serve.errors import Forbidden, NoToken
@@ -16,11 +16,6 @@ from tribe.serve.plain import encode_npy
 from tribe.serve.security import Access, Principal, Token, read_tokens
 
 BODY = encode_npy(IMAGES)
-
-
-def token(name, **fields):
-    """A token whose secret is its name."""
-    return Token(name, hashlib.sha256(name.encode()).hexdigest(), **fields)
 
 
 TOKENS = [

@@ -1,4 +1,4 @@
-"""What a folder with an SQLite ledger does when files are damaged, missing, full or in use."""
+"""A folder with an SQLite ledger when files are damaged, missing, full or in use."""
 
 import contextlib
 import os

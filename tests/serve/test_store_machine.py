@@ -33,7 +33,7 @@ LEASES = st.sampled_from((1.0, 5.0, 10.0))
 
 @dataclass
 class Model:
-    """What a stream should be."""
+    """The stream as it should be."""
 
     owner: str | None = None
     generation: int = 0

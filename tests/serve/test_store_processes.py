@@ -72,7 +72,7 @@ class Place:
         shutil.rmtree(self.folder)
 
     def check_state(self):
-        """What is stored is one write as a whole."""
+        """Check that the stored state is one write as a whole."""
         if (found := self.store.read("cam")) is not None:
             (state,) = found.requests
             assert found.blob == state.encode() * 1000

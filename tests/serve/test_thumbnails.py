@@ -1,6 +1,5 @@
 """The last frames of streams: small, bounded, off by default, and for those who may see the stream."""
 
-import hashlib
 import io
 
 import numpy as np
@@ -8,11 +7,10 @@ import pytest
 import torch
 from http_calls import IMAGES, refused, web
 from PIL import Image
-from small_server import listening
+from small_server import listening, token
 
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
-from tribe.serve.security import Token
 from tribe.serve.service import SIDE, Thumbnails
 
 
@@ -53,10 +51,7 @@ def test_the_bytes_are_bounded_and_the_oldest_frames_go_first():
 
 @pytest.fixture(scope="module")
 def showing():
-    tokens = [
-        Token("line 3", hashlib.sha256(b"line-3-of-the-plant").hexdigest(), "line3-", "learn"),
-        Token("all", hashlib.sha256(b"the-whole-plant").hexdigest(), "", "admin"),
-    ]
+    tokens = [token("line-3", streams="line3-", role="learn"), token("all")]
     with listening(tokens=tokens, limits=Limits(thumbnails=2**20)) as found:
         yield found
 
@@ -66,10 +61,10 @@ def get(server, path, token):
 
 
 def test_it_is_the_last_frame_for_those_who_may_see_the_stream_until_the_stream_is_deleted(showing):
-    with Client(showing.url, "small", token="the-whole-plant") as client:
+    with Client(showing.url, "small", token="all") as client:
         client.predict("line3-a", IMAGES)
         client.predict("line4-a", IMAGES)
-        answer = get(showing, "line3-a/thumbnail", "line-3-of-the-plant")
+        answer = get(showing, "line3-a/thumbnail", "line-3")
         assert (answer.status_code, answer.headers["content-type"]) == (200, "image/png")
         with Image.open(io.BytesIO(answer.content)) as opened:
             assert np.array_equal(np.asarray(opened), (255 * IMAGES[1]).round().astype(np.uint8).transpose(1, 2, 0))
@@ -77,11 +72,11 @@ def test_it_is_the_last_frame_for_those_who_may_see_the_stream_until_the_stream_
         client.predict("line3-a", IMAGES[:1], learn=False)
         assert client.stream("line3-a")["thumbnail"] > first
         assert {each["name"] for each in client.streams() if "thumbnail" in each} == {"line3-a", "line4-a"}
-        refused(get(showing, "line4-a/thumbnail", "line-3-of-the-plant"), 403, "'line3-'")
+        refused(get(showing, "line4-a/thumbnail", "line-3"), 403, "'line3-'")
         client.drop("line4-a")
-        refused(get(showing, "line4-a/thumbnail", "the-whole-plant"), 404, "line4-a")
-        web.put(f"{showing.url}/v1/streams/line4-a", headers={"authorization": "Bearer the-whole-plant"})
-        refused(get(showing, "line4-a/thumbnail", "the-whole-plant"), 404, "no thumbnail")
+        refused(get(showing, "line4-a/thumbnail", "all"), 404, "line4-a")
+        web.put(f"{showing.url}/v1/streams/line4-a", headers={"authorization": "Bearer all"})
+        refused(get(showing, "line4-a/thumbnail", "all"), 404, "no thumbnail")
 
 
 def test_a_server_without_them_says_how_to_have_them(server):

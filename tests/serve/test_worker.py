@@ -10,6 +10,7 @@ import torch
 from replays import Guided, batch, kinds, new_fleet, replay, working
 
 import tribe
+from stores import Clock
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
 from tribe.serve.errors import Conflict, NotOwner, Unavailable
@@ -17,16 +18,6 @@ from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.streams import UnknownStream, stream_seed
 from tribe.testing import small_network
-
-
-class Clock:
-    """A time that passes only when a test says so."""
-
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 @pytest.fixture
@@ -148,7 +139,7 @@ async def test_a_request_is_refused_at_its_deadline_even_if_its_step_still_runs(
         asked = asyncio.create_task(worker.infer("cam", batch(0), request_id="7", deadline=clock() + 1.0))
         while worker.scheduler.stepping is None:
             await asyncio.sleep(0)
-        clock.now += 1.0
+        clock.time += 1.0
         worker.pump()
         with pytest.raises(Unavailable, match="within"):
             await asked
@@ -189,9 +180,9 @@ async def test_the_oldest_change_is_stored_first_up_to_the_bytes_of_a_round(stor
     one_at_a_time = Policy(max_batch_delay=0, write_every=1000, renew=1, lease=1000, idle=1000, write_bytes=1)
     async with working(store=store, policy=one_at_a_time, clock=clock) as worker:
         for name in ("c", "a", "b"):
-            clock.now += 1
+            clock.time += 1
             await worker.infer(name, batch(0))
-        clock.now += 1
+        clock.time += 1
         stored = []
         for _ in range(3):
             await worker.write_round()
@@ -226,19 +217,19 @@ async def test_a_store_that_fails_stops_nothing_until_too_much_would_be_lost(sto
     async with working(fleet, failing, clock=clock) as worker:
         await worker.infer("cam", batch(0))
         failing.fails = {"all"}
-        clock.now += 1
+        clock.time += 1
         await worker.write_round()
         during = await worker.infer("cam", batch(1))
         assert during.adapted
         assert "tribe_persist_lag_seconds" in worker.metrics_text()
         assert worker.stream("cam")["lag"] == 1.0
-        clock.now += 31  # past Policy.lag
+        clock.time += 31  # past Policy.lag
         late = await worker.infer("cam", batch(2))
         assert (late.adapted, worker.stream("cam")["state"]) == (False, "lag")
         source = await worker.infer("new", batch(3))  # nobody can say who owns it
         assert (source.adapted, worker.stream("new")["state"]) == (False, "unreachable")
         failing.fails = set()
-        clock.now += 10
+        clock.time += 10
         await worker.write_round()
         after = await worker.infer("cam", batch(4))
         found = await worker.infer("new", batch(3))
@@ -282,12 +273,12 @@ async def test_a_worker_that_does_not_own_a_stream_answers_from_the_last_stored_
         await one.infer("cam", batch(0))
         before = await two.infer("cam", batch(9))  # nothing is stored yet: the source model
         await one.write_round()
-        world.clock.now += 1.5
+        world.clock.time += 1.5
         first = await two.infer("cam", batch(9))
         await one.infer("cam", batch(1))
         await one.write_round()
         soon = await two.infer("cam", batch(9))  # within the staleness
-        world.clock.now += 1.5
+        world.clock.time += 1.5
         second = await two.infer("cam", batch(9))
         with pytest.raises(NotOwner, match="another"):
             await two.control("reset", "cam")
@@ -301,7 +292,7 @@ async def test_a_worker_whose_lease_was_not_renewed_only_predicts_until_it_is(tm
     world = TwoWorkers(tmp_path)
     async with world.workers() as (one, _):
         answers = [await one.infer("cam", batch(0))]
-        world.clock.now += 8.5  # lease - margin is 8
+        world.clock.time += 8.5  # lease - margin is 8
         answers.append(await one.infer("cam", batch(1)))
         assert one.stream("cam")["state"] == "lease"
         await one.sessions.renew()
@@ -315,7 +306,7 @@ async def test_a_stream_that_another_worker_has_claimed_is_dropped_and_its_write
         await one.infer("cam", batch(0))
         await one.write_round()
         await one.infer("cam", batch(1))  # never stored
-        world.clock.now += 11
+        world.clock.time += 11
         taken = await two.infer("cam", batch(2))
         assert (taken.adapted, taken.clock, taken.generation) == (True, 2, 2)
         await one.write_round()
@@ -331,7 +322,7 @@ async def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_place
     async with world.workers() as (one, two):
         await one.infer("cam", batch(0))
         await one.write_round()
-        world.clock.now += 11
+        world.clock.time += 11
         await two.infer("cam", batch(1))
         async with one.runtime.hold("cam"):
             waiting = asyncio.create_task(one.infer("cam", batch(2)))
@@ -361,7 +352,7 @@ async def test_an_idle_stream_is_stored_and_released(tmp_path):
     world = TwoWorkers(tmp_path)
     async with world.workers() as (one, _):
         await one.infer("cam", batch(0))
-        world.clock.now += 1001
+        world.clock.time += 1001
         await one.release_idle()
         assert one.streams() == []
         assert world.fleets[0].names == []

@@ -124,7 +124,7 @@ def check_owners(outputs):
 
 
 def seconds_lost(output, stored):
-    """How much learning of a worker is not in the stored states: the longest time from a step that was lost until the
+    """Return how much learning of a worker is not stored: the longest time from a step that was lost until the
     worker was killed, or until its answers say that it does not own the stream, or has claimed it anew."""
     oldest = {}  # when the first lost step of each stream was taken, and its generation
     longest = last = 0.0

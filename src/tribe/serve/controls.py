@@ -82,8 +82,7 @@ class Controls:
         return session
 
     async def _create(self, stream: str) -> Description:
-        if self.sessions.ready(stream) is None:
-            await self.sessions.open(stream)
+        await self.sessions.open(stream)
         return self._describe(stream)
 
     async def _end(self, stream: str) -> Description:

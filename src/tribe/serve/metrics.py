@@ -1,4 +1,4 @@
-"""What operators see of one worker: its events, and its Prometheus metrics, with Triton's names where there are any."""
+"""Events and Prometheus metrics of one worker, for operators; metrics have Triton's names where there are any."""
 
 import asyncio
 import logging

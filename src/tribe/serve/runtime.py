@@ -63,11 +63,6 @@ class StreamSession:
         return None if self.mark is None else self.mark[0]
 
     @property
-    def frozen(self) -> bool:
-        """Return whether it only predicts."""
-        return bool(self.report.get("frozen"))
-
-    @property
     def changed(self) -> bool:
         """Return whether some of its learning is not stored yet."""
         return self.dirty_since is not None or self.writing_since is not None

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import secrets
 import socket
 from collections import deque
@@ -34,8 +33,7 @@ Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with 
 
 def new_owner() -> str:
     """Return a name for one start of one process: a restarted worker must not be taken for its predecessor."""
-    host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname()).lstrip(".-")[:80] or "host"
-    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class LookupResult(NamedTuple):

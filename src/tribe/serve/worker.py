@@ -349,7 +349,7 @@ class Worker:
         """Return one of `STATES`; lease and lag say why it does not learn."""
         if session.role != "owned":
             return session.role
-        return "frozen" if session.frozen else self.sessions.blocked(session.name) or "learning"
+        return "frozen" if session.report.get("frozen") else self.sessions.blocked(session.name) or "learning"
 
     async def stored(self, prefix: str = "") -> set[str]:
         """Return the names of the streams in the store that begin so; without a store there are none."""
