@@ -207,24 +207,21 @@ class Worker:
         now = self.clock()
         for job, error in self.scheduler.refuse_late(now).items():
             _refuse(job, error)
-        self._launch_prediction(now)
-        if jobs := self.scheduler.next_step(now):
-            self.metrics.batch_streams.observe(len(jobs))
-            self.runtime.run("step", partial(step, self.fleet, jobs)).add_done_callback(self._stepped)
-            self._launch_prediction(now)  # of requests that the choice of the step has turned into predictions
+        for _ in range(2):  # twice: the choice of a step may turn requests into predictions
+            jobs, late = self.scheduler.next_prediction(now)
+            for job, error in late.items():
+                _refuse(job, error)
+            if jobs:
+                self.runtime.run("predict", partial(predict, self.fleet, jobs)).add_done_callback(self._predicted)
+            if jobs := self.scheduler.next_step(now):
+                self.metrics.batch_streams.observe(len(jobs))
+                self.runtime.run("step", partial(step, self.fleet, jobs)).add_done_callback(self._stepped)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         moment = self.scheduler.wake(now)
         if moment < math.inf:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, moment - now), self.pump)
-
-    def _launch_prediction(self, now: float) -> None:
-        jobs, late = self.scheduler.next_prediction(now)
-        for job, error in late.items():
-            _refuse(job, error)
-        if jobs:
-            self.runtime.run("predict", partial(predict, self.fleet, jobs)).add_done_callback(self._predicted)
 
     def _stepped(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.stepping
