@@ -129,16 +129,14 @@ class Watch:
         watcher, beside = self.watcher(net, method), SideStream(x.device)
         good = good_images(x)  # a bad image leaves no trace
         real = good if valid is None else good & valid
-        (verdict, looked), asked = beside(
-            lambda: (watcher.look(old.watch, x, real), watcher.ask(net, old.watch, x, real))
-        )
+        verdict, answers, looked = beside(lambda: watcher.look(net, old.watch, x, real))
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
         def on_prediction(output: Tensor) -> None:
             low, high = output.aminmax(dim=-1)
             seen = real & (high > low)  # a bad image is predicted uniformly
             logits = output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
-            watched.append((watcher.observe(looked, verdict, asked, logits, seen, state.info), output))
+            watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.info), output))
 
         options: dict[str, Any] = {"deploy": deploy}
         if method.capture == "whole":

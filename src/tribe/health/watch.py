@@ -63,23 +63,22 @@ class Watcher:
             torch.zeros(streams, 3, device=net.device),
         )
 
-    def look(self, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Verdict, WatchState]:
-        """Judge images before a method learns from them."""
+    def look(
+        self, net: Backbone, state: WatchState, x: Tensor, valid: Tensor
+    ) -> tuple[Verdict, Answers | None, WatchState]:
+        """Judge images before a method learns from them, and ask the source for its predictions of some."""
         verdict, alarms = self.alarms.look(state.alarms, x, valid)
-        return verdict, state._replace(alarms=alarms)
-
-    def ask(self, net: Backbone, state: WatchState, x: Tensor, valid: Tensor) -> tuple[Answers | None, ShiftState]:
-        """Return the source's predictions of some images; None if it is not asked."""
-        if not self.probe:
-            return None, state.shift
-        return ask(net, state.shift, x, valid, self.probe, measures=self.normal is not None)
+        answers, shift = None, state.shift
+        if self.probe:
+            answers, shift = ask(net, shift, x, valid, self.probe, measures=self.normal is not None)
+        return verdict, answers, state._replace(alarms=alarms, shift=shift)
 
     @torch.no_grad()
     def observe(
         self,
         state: WatchState,
         verdict: Verdict,
-        asked: tuple[Answers | None, ShiftState],
+        answers: Answers | None,
         output: Tensor,
         valid: Tensor,
         info: Any,
@@ -87,7 +86,7 @@ class Watcher:
         """Add a batch: what the source says of it, what was predicted (logits or log-probabilities), and a report."""
         predicted = output.argmax(2)
         source = known = None
-        agreement, (answers, shift) = state.agreement, asked
+        agreement = state.agreement
         if answers is not None:
             source, known = answers.logits.to(output.dtype), answers.known & valid
             agree = (source.argmax(2) == predicted) & known
@@ -100,7 +99,7 @@ class Watcher:
         if self.normal is not None:
             estimate = self.estimator.observe(estimate, output, valid, info.student_agreement, answers)
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
-        return WatchState(alarms, estimate, counted, agreement, shift, state.recent)
+        return WatchState(alarms, estimate, counted, agreement, state.shift, state.recent)
 
     @torch.no_grad()
     def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:
