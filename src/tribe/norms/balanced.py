@@ -8,7 +8,7 @@ batch and not with K, except for the pooling of the past, which needs no gradien
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from tribe.core.kernels import activations, statistics
 from tribe.core.kernels.statistics import UpdateTerms
 from tribe.core.packed import ClassStats, PackedStats
 from tribe.fields import Count, PositiveShare, Share, require
-from tribe.norms import Stats, check_fields, register
+from tribe.norms import NormRule, Stats, register
 
 Convention = Literal["released", "paper"]
 
@@ -64,7 +64,7 @@ class Prepared(NamedTuple):
 
 @register("balanced")
 @dataclass(frozen=True)
-class Balanced:
+class Balanced(NormRule):
     """Balanced BN. Without labels (None) it normalises with the stored statistics, pooled."""
 
     classes: Count = 10
@@ -76,11 +76,10 @@ class Balanced:
     pooled_ddof: Literal[0, 1] | None = None  # the spread of the class means is divided by K - pooled_ddof
     rate_cap: bool | None = None  # limit the weight of the n_k samples of a class to 1: rate min(eta, 1 / n_k)
     gamma_over: Literal["present", "all"] | None = None  # classes that share the class-agnostic update
-    observes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         apply_convention(self, CONVENTIONS)
-        check_fields(self)
+        super().__post_init__()
 
     @property
     def freedom(self) -> int:

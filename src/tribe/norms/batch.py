@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tribe.core.rules import PerBatch, move_towards, pool_batch, unbiased_variance
 from tribe.fields import Share
-from tribe.norms import Stats, check_fields, register
+from tribe.norms import NormRule, Stats, register
 
 
 @register("robust")
 @dataclass(frozen=True)
-class Robust:
+class Robust(NormRule):
     """stats <- (1 - alpha) stats + alpha batch normalise the batch: Robust BN (RoTTA, Yuan et al., CVPR 2023).
 
     Gradients flow through the batch's share.
@@ -20,10 +20,6 @@ class Robust:
 
     alpha: Share = 0.05  # share of the newest batch
     classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
@@ -35,15 +31,11 @@ class Robust:
 
 @register("training")
 @dataclass(frozen=True)
-class Training:
+class Training(NormRule):
     """`torch.nn.BatchNorm2d` in training mode: running variances are unbiased. A single value has no such variance."""
 
     momentum: Share = 0.1  # share of the newest batch in the running statistics
     classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
@@ -55,7 +47,7 @@ class Training:
 
 @register("mixed")
 @dataclass(frozen=True)
-class MixedBatch(PerBatch):
+class MixedBatch(NormRule, PerBatch):
     """Normalise with the mean and variance of a mixture, and keep the stored ones: alpha-BN (You et al., 2021).
 
     A small batch, or one of few classes, says little about its world: its own statistics alone would normalise the
@@ -63,9 +55,6 @@ class MixedBatch(PerBatch):
     """
 
     share: Share = 0.3  # of the batch; 1: its own statistics alone
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float

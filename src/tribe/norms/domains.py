@@ -6,13 +6,13 @@ equally frequent. A label is a domain and a class in one number: domain * K + cl
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.fields import Count, PositiveShare
-from tribe.norms import Stats, check_fields, register
+from tribe.norms import NormRule, Stats, register
 
 
 class DomainGroups(NamedTuple):
@@ -24,7 +24,7 @@ class DomainGroups(NamedTuple):
 
 @register("domains")
 @dataclass(frozen=True)
-class Domains:
+class Domains(NormRule):
     """Statistics for ``domains`` x ``per_domain``. Without labels (None) it normalises with those of the first domain.
 
     NOTE: a class with more than 1 / eta images in the batch moves by their mean and no further, as in TRIBE's released
@@ -34,10 +34,6 @@ class Domains:
     per_domain: Count = 10  # K, classes
     domains: Count = 4  # D
     eta: PositiveShare = 0.01  # momentum of one image
-    observes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def classes(self) -> int:

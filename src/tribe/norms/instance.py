@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tribe.core.rules import move_towards, unbiased_variance
 from tribe.fields import NotNegative, Share
-from tribe.norms import Stats, check_fields, pool_batch, register
+from tribe.norms import NormRule, Stats, pool_batch, register
 
 
 @register("instance")
 @dataclass(frozen=True)
-class Instance:
+class Instance(NormRule):
     """IABN. Variances are unbiased; a channel with one pixel has no instance variance, and no correction.
 
     It corrects the running statistics and leaves them (evaluation). With ``observing`` it corrects the batch's
@@ -29,10 +29,6 @@ class Instance:
     momentum: Share = 0.01  # share of the newest batch in the running statistics
     observing: bool = False  # correct the batch's statistics, and let the running ones follow
     classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float

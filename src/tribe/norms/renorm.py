@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from tribe.fields import Share
-from tribe.norms import Stats, check_fields, pool_batch, register
+from tribe.norms import NormRule, Stats, pool_batch, register
 
 NONE_YET = -1.0  # a variance without a first batch
 
 
 @register("renorm")
 @dataclass(frozen=True)
-class Renorm:
+class Renorm(NormRule):
     """Standard deviations are averaged, not variances. The first batch of a row gives its first statistics.
 
     A negative variance, as in `none_yet`, says that there has been no batch. Then the batch normalises itself.
@@ -31,11 +31,7 @@ class Renorm:
 
     alpha: Share = 0.95  # share of the past in the moving statistics
     classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
     stops_gradient: ClassVar[str] = "r and d count as constants"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @staticmethod
     def none_yet(stats: Stats) -> Stats:
