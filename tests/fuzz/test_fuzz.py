@@ -186,10 +186,7 @@ def test_many_damaged_files_are_read_or_refused(name, tmp_path):
 
 @pytest.mark.parametrize(
     ("read", "message"),
-    [
-        (lambda path: [][1], "IndexError"),
-        (lambda path: (_ for _ in ()).throw(ValueError("")), "says nothing"),
-    ],
+    [(lambda path: [][1], "IndexError"), (lambda path: (_ for _ in ()).throw(ValueError("")), "says nothing")],
 )
 def test_the_fuzzer_notices_a_broken_reader(read, message, tmp_path, monkeypatch):
     reads = iter([lambda path: None] + [read] * 3)

@@ -18,6 +18,7 @@ from places import DATA, SHARED
 from tribe import corruptions
 from tribe.core.rng import Key
 from tribe.data.corruptions import common, mnist
+from tribe.data.scenarios import CIFAR_C, MNIST_C
 
 GOLDENS = SHARED / "goldens"
 
@@ -153,7 +154,8 @@ def test_random_ones_are_near_the_recorded_large_images(name: str) -> None:
 
 
 def test_both_benchmarks_have_fifteen() -> None:
-    assert len(corruptions.names("common")) == len(corruptions.names("mnist")) == 15
+    assert corruptions.names("mnist") == list(MNIST_C)
+    assert sorted(corruptions.names("common")) == sorted(CIFAR_C)
     assert {f"common/{name}" for name in COMMON} <= set(corruptions.names())
 
 

@@ -279,8 +279,6 @@ def test_bad_requests(root):
         made("cifar10-c", root, severities=(6,))
     with pytest.raises(ValueError, match="unknown domain 'fgo@5': did you mean 'fog@5'"):
         made("cifar10-c", root).labels("fgo@5")
-    with pytest.raises(ValueError, match="unknown data set 'cifar-c'"):
-        datasets.create("cifar-c")
     (root / "mnist_c/fog/test_labels.npy").unlink()
     with pytest.raises(MissingData, match=r"corruption 'fog' not found: looked for .*test_labels.npy"):
         made("mnist-c", root).labels("fog")

@@ -21,7 +21,7 @@ from tribe.data.datasets.files import MissingData
 from tribe.data.images import ImageFileError, read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
-from tribe.testing import CLASSES, check_dataset, check_scenario, informed, small_network
+from tribe.testing import CLASSES, check_dataset, informed, small_network
 
 draw = np.random.default_rng(0)
 
@@ -249,8 +249,7 @@ def test_labelled_and_unlabelled_domains_go_together(camera, unlabelled):
     assert balance[1].isnan()
 
 
-def test_replay_keeps_the_contract_and_may_visit_domains_in_another_order():
-    check_scenario(scenarios.create("replay"))
+def test_replay_may_visit_domains_in_another_order():
     labels = [torch.full((3,), -1)] * 4
     orders = {
         tuple(scenarios.create("replay", order="random").schedule(labels, seed).domain.tolist()) for seed in range(5)
@@ -386,8 +385,6 @@ def test_bad_imagenet_c(imagenet, case):
 def test_bad_requests_of_imagenet_c(imagenet):
     with pytest.raises(ValueError, match="a severity is 1, 2, 3, 4 or 5; got 0"):
         made("imagenet-c", imagenet, severities=(0,))
-    with pytest.raises(ValueError, match=r"unknown domain 'fgo@5': did you mean 'fog@5'"):
-        made("imagenet-c", imagenet).labels("fgo@5")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.txt"):
         made("imagenet-c", imagenet, ids="nowhere.txt").labels("fog@5")
     with pytest.raises(MissingData, match="own_blur@5 not found"):

@@ -27,19 +27,8 @@ def itself(path):
     saved(path, loop)
 
 
-def in_a_ring(path):
-    one, two = {"epoch": 1}, {"epoch": 2}
-    one["model"], two["state_dict"] = two, one
-    saved(path, one)
-
-
 def cut_short(path):
     path.write_bytes(saved(path, {"w": torch.zeros(999)}).read_bytes()[:-300])
-
-
-def cut_short_legacy(path):
-    saved(path, {"w": torch.zeros(999)}, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes()[:-300])
 
 
 def quantised(path):
@@ -48,9 +37,7 @@ def quantised(path):
 
 CRAFTED = {
     "a dictionary that contains itself": itself,
-    "two dictionaries that contain each other": in_a_ring,
     "a zip file cut short": cut_short,
-    "an old file cut short": cut_short_legacy,
     "an empty file": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("weights\n" * 99),
     "a plain pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
@@ -117,21 +104,15 @@ def test_constants_of_input_normalisation_that_cannot_be_used_are_refused(tmp_pa
 
 
 def header(content, data=b""):
-    text = content if isinstance(content, bytes) else json.dumps(content).encode()
+    text = json.dumps(content).encode()
     return struct.pack("<Q", len(text)) + text + data
-
-
-ONE = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 
 
 @pytest.mark.parametrize(
     "content",
     [
         struct.pack("<Q", 2**40) + b"{}",
-        header(b"{" + ONE + b"}", bytes(2)),
-        header({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}),
         header({"a": {"dtype": "F32", "shape": [2**63, 0], "data_offsets": [0, 0]}}),
-        header(b'{"a":' + b"[" * 100_000),
         header({"a": {"dtype": "F8_E5M2", "shape": [4], "data_offsets": [0, 4]}}, bytes(4)),
     ],
     ids=lambda content: f"{content[8:60]!r}",

@@ -275,7 +275,6 @@ ENVELOPES = {
     "from a wrapper": prefixed("model."),
     "from both": prefixed("module.model."),
     "compiled": prefixed("_orig_mod."),
-    "in half precision": lambda s: {k: v.half().float() if v.is_floating_point() else v for k, v in s.items()},
     "without counts": lambda s: {k: v for k, v in s.items() if not k.endswith("num_batches_tracked")},
     "a training checkpoint": lambda s: {
         "epoch": 3,
@@ -361,10 +360,7 @@ BAD_FILES = {  # what is wrong: (how the file is made, a word of the message)
         lambda net, d: resaved(net, d, with_tensor("extra.weight", torch.ones(2))),
         "has extra.weight",
     ),
-    "another network": (
-        lambda net, d: resaved(nn.Linear(2, 2), d),
-        "no name fits.*it has weight, bias",
-    ),
+    "another network": (lambda net, d: resaved(nn.Linear(2, 2), d), "no name fits.*it has weight, bias"),
     "a name twice": (
         lambda net, d: resaved(net, d, with_tensor("module.conv1.weight", torch.ones(16, 3, 3, 3))),
         "conv1.weight twice",
@@ -413,11 +409,7 @@ BAD_NAMES = {  # what is wrong: (the call, exception, a word of the message)
     "classes in words": (lambda: models.create("compact", classes="10"), ValueError, "at least 1; got '10'"),
     "grey with colour's mean": (lambda: models.create("resnet20", channels=1), ValueError, "for each of 1 channels"),
     "no deviation": (lambda: models.create("compact", normalize=((0.1,), (0.0,))), ValueError, "std above 0"),
-    "a missing file": (
-        lambda: models.load("wrn28_10", "none.pt"),
-        FileNotFoundError,
-        "tribe train DATASET",
-    ),
+    "a missing file": (lambda: models.load("wrn28_10", "none.pt"), FileNotFoundError, "tribe train DATASET"),
     "weights that are nowhere": (
         lambda: models.find("wrn28_10", "cifar10", "here"),
         FileNotFoundError,

@@ -11,13 +11,7 @@ from tribe.core.state import digest
 from tribe.data.scenarios.protocols import RealWorld
 from tribe.data.scenarios.sampling import Dirichlet, LongTail, Natural, Shuffled
 from tribe.data.scenarios.scenario import CIFAR_C, IMAGENET_C, MNIST_C, Scenario, register, registry
-from tribe.data.scenarios.schedules import (
-    Schedule,
-    class_counts,
-    local_balance,
-    played_labels,
-    save,
-)
+from tribe.data.scenarios.schedules import Schedule, class_counts, local_balance, played_labels, save
 
 create, names, get = registry.create, registry.names, registry.get
 registry.load(__name__, __path__)
