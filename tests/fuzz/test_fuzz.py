@@ -29,7 +29,6 @@ from tribe.io.arrays import open_npy, read_npz
 from tribe.knowledge import SHIPPED, Knowledge
 from tribe.testing import images, small_network
 
-CASES, MANY = 40, 2_000  # of each reader
 MEGABYTES = 700  # beside what the imports take
 INTERESTING = [b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"9" * 20, b"{", b"[" * 40, b'"', b"(", b"-1"]
 
@@ -167,21 +166,12 @@ print(test_fuzz.json.dumps(test_fuzz.run(sys.argv[1], Path(sys.argv[2]), int(sys
 """
 
 
-def fuzz(name, folder, cases):
-    done = run_limited(CHILD, name, folder, cases, ":".join(sys.path), megabytes=MEGABYTES)
+@pytest.mark.parametrize("cases", [40, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", READERS)
+def test_damaged_files_are_read_or_refused(name, cases, tmp_path):
+    done = run_limited(CHILD, name, tmp_path, cases, ":".join(sys.path), megabytes=MEGABYTES)
     assert done.code == 0, f"{name}: the process ended with {done.code}:\n{done.err[-2000:]}"
     assert json.loads(done.out.splitlines()[-1]) == []
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_damaged_files_are_read_or_refused(name, tmp_path):
-    fuzz(name, tmp_path, CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
-def test_many_damaged_files_are_read_or_refused(name, tmp_path):
-    fuzz(name, tmp_path, MANY)
 
 
 @pytest.mark.parametrize(

@@ -185,38 +185,23 @@ def full_disk(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def unwritable(folder):
-    """Paths of folders that cannot be written or made, and what the error says."""
-    (folder / "file").touch()
-    (folder / "dangling").symlink_to(folder / "missing" / "deeper")
-    return {
-        Path("/proc/self"): "could not be written",
-        Path("/proc/nothing"): "could not be written",
-        folder / "file": "file cannot be a folder",
-        folder / "file" / "below": "below",
-        folder / "dangling": "dangling cannot be a folder",
-        folder / "dangling" / "below": "below",
-    }
-
-
-def test_a_folder_that_cannot_be_written_is_found(tmp_path):
-    for folder, message in unwritable(tmp_path).items():
-        with pytest.raises(OSError, match=message):
-            check_folder(folder)
-
-
-def test_a_file_that_cannot_be_written_is_found(tmp_path):
+def test_a_folder_or_file_that_cannot_be_written_is_found(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "missing" / "deeper")
-    cases = {
-        "/proc/x.json": "could not be written",
-        tmp_path: "is a folder; expected the path of a file",
-        tmp_path / "file" / "x.json": "no folder .*file to write x.json into",
-        tmp_path / "dangling": "no folder .*missing to write deeper into",
-    }
-    for path, message in cases.items():
+    for check, path, message in (
+        (check_folder, "/proc/self", "could not be written"),
+        (check_folder, "/proc/nothing", "could not be written"),
+        (check_folder, tmp_path / "file", "file cannot be a folder"),
+        (check_folder, tmp_path / "file" / "below", "below"),
+        (check_folder, tmp_path / "dangling", "dangling cannot be a folder"),
+        (check_folder, tmp_path / "dangling" / "below", "below"),
+        (check_file, "/proc/x.json", "could not be written"),
+        (check_file, tmp_path, "is a folder; expected the path of a file"),
+        (check_file, tmp_path / "file" / "x.json", "no folder .*file to write x.json into"),
+        (check_file, tmp_path / "dangling", "no folder .*missing to write deeper into"),
+    ):
         with pytest.raises(OSError, match=message):
-            check_file(path)
+            check(path)
 
 
 def test_the_check_changes_nothing(tmp_path):

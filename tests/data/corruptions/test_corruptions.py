@@ -5,7 +5,6 @@ corruptions, and statistics of all of them through the random ones. Where the fu
 (`../shared/goldens`), all severities and the 224-pixel images are compared.
 """
 
-import sys
 from itertools import pairwise, product
 
 import numpy as np
@@ -282,12 +281,6 @@ def test_wrong_arguments_are_refused_in_words(change: dict[str, object], error: 
     arguments = {"images": some(2), "name": "fog", "severity": 3} | change
     with pytest.raises(error, match=words):
         corruptions.apply(**arguments)  # type: ignore[arg-type]
-
-
-def test_a_missing_pillow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ImportError, match=r"jpeg_compression needs Pillow: pip install"):
-        corruptions.apply(some(1), "jpeg_compression", 3)
 
 
 def test_tables_have_an_entry_a_severity() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from scipy import stats
 
-from places import DATA, SHARED
+from places import DATA
 from tribe import scenarios
 from tribe.data.scenarios import Dirichlet, LongTail, Natural, RealWorld, Schedule, Shuffled
 from tribe.data.scenarios.sampling import ClassPool, drain, log_dirichlet
 from tribe.testing import SCENARIO_CHECKS, check_scenario
 
-FULL, SMALL = SHARED / "goldens/streams_open.npz", DATA / "streams.npz"
+SMALL = DATA / "streams.npz"
 
 RECORDED = {
     "cifar10_gli-f_if100_seed425": ("gli-f", {"imbalance": 100}),
@@ -61,17 +61,6 @@ def test_streams_equal_the_recorded_ones(recording):
     assert digest_of_index(stream.index) == str(small[f"digest/{recording}"])
     assert bool((stream.domain.diff() >= 0).all())
     assert not stream.reset.any()
-
-
-@empty_classes
-@pytest.mark.skipif(not FULL.exists(), reason="the full recordings are not beside the repository")
-@pytest.mark.parametrize("recording", RECORDED)
-def test_every_index_equals_the_full_recording(recording):
-    full, stream = np.load(FULL), replayed(recording)
-    assert {k.removesuffix("/index") for k in full.files if k.endswith("/index")} == set(RECORDED)
-    assert np.array_equal(stream.index.numpy(), full[f"{recording}/index"])
-    assert np.array_equal(torch.bincount(stream.domain).numpy(), full[f"{recording}/length"])
-    assert np.array_equal(official("synthetic1000").numpy(), full["synthetic1000/labels"])
 
 
 def slow_slots(members, sigma, rng):

@@ -89,19 +89,16 @@ class NpyFiles:
         """Read clean images, (n, C, H, W) in [0, 1]."""
         return self.clean.images(self.domain, index)
 
-    def write_labels(self, names: Sequence[str]) -> None:
-        """Write the label files of some corruptions."""
+    def prepare(self, domains: Sequence[str], again: bool) -> None:
+        """Write the label files; the images of a domain that is made again are written over."""
         labels = np.tile(self.labels, len(self.layout.severities)).astype(self.layout.label_type)
         buffer = io.BytesIO()
         np.save(buffer, labels)
         content = buffer.getvalue()
-        for path in {self.folder / self.layout.labels.format(name) for name in names}:
+        for path in {self.folder / self.layout.labels.format(domain.partition("@")[0]) for domain in domains}:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.is_file() or path.read_bytes() != content:
                 write_atomically(path, content)
-
-    def remove(self, domain: str) -> None:
-        """Do nothing: a domain that is made again is written over."""
 
     def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
         """Return all images, unless the block is listed and has the bytes that were written."""
@@ -181,13 +178,11 @@ class JpegFiles:
             raise ValueError(f"{self.paths[i]} is {size} pixels, and the others {expected}, as if all had been cropped")
         return image
 
-    def write_labels(self, names: Sequence[str]) -> None:
-        """Do nothing: the folders are the labels."""
-
-    def remove(self, domain: str) -> None:
-        """Remove the folder of a domain that is made again: it may hold images of another set."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self._folder(domain))
+    def prepare(self, domains: Sequence[str], again: bool) -> None:
+        """Remove the folders of domains that are made again: they may hold images of another set."""
+        for domain in domains if again else ():
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self._folder(domain))
 
     def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
         """Return which images have to be made; of a domain that is not listed, a file may be cut short."""

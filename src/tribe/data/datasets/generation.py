@@ -94,15 +94,13 @@ def generate(
         manifest = _open_manifest(folder, fresh, force)
         if force:
             manifest = _unlist(folder, manifest, domains)
-            for domain in domains:
-                files.remove(domain)
+        files.prepare(domains, again=force)
         missing = {domain: files.missing(domain, manifest.blocks.get(domain)) for domain in domains}
         made = [domain for domain in domains if missing[domain].any()]
         left = sum(int(lacking.sum()) for lacking in missing.values())
         if (needed := left * files.image_bytes) > shutil.disk_usage(folder).free:
             raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
         manifest = _unlist(folder, manifest, made)
-        files.write_labels(names)
         there = [domain for domain in domains if domain not in made]
         progress.begin(left, there)
         for group in [domains] if files.at_once else [[domain] for domain in domains]:
