@@ -1,6 +1,5 @@
 """``tribe reproduce``: any table or figure of the paper, our numbers next to the paper's; finished runs are reused."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +32,7 @@ from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.store import Result, ResultStore, finished
 from tribe.experiments.workbench import Workbench
-from tribe.fields import printable
+from tribe.fields import is_whole, printable
 from tribe.io.files import check_file, check_folder, write_atomically
 from tribe.methods import names as method_names
 from tribe.methods import parse
@@ -113,15 +112,15 @@ def reproduce(
                 raise ValueError(f"{artifact} needs --out: the page or the folder that it writes")
             write_document(runs, out) if artifact == "document" else _keep(runs, out, data)
             return
-        choices, weights = _choices(settings, seeds, device)
         if artifact == "claims":
+            choices, _ = _choices(None, rows, columns, seeds, settings, device)
             _show_claims(_judge_all(choices, finished(runs)), output)
             return
         table = _find_table(artifact, beyond)
         if chart and out is not None:
             plots.check_path(out)
         with messages():
-            choices = _with_fields(choices, table, rows, columns, settings)
+            choices, weights = _choices(table, rows, columns, seeds, settings, device)
         if no_run:
             workbench = Workbench(data, "cpu", threads=choices.threads)
             plan = planning.search(table, choices, finished(runs), workbench)
@@ -164,41 +163,42 @@ def _find_table(artifact: str, beyond: str) -> tables.Table:
     return table if beyond == "none" else extend(table, later=beyond == "all")
 
 
-def _choices(settings: Sequence[str] | None, seeds: str | None, device: str) -> tuple[Choices, Path | None]:
-    """Return the choices of --set without a component, of the seeds and the device, and the file of weights."""
-    plain = {text.partition("=")[0]: text.partition("=")[2] for text in settings or () if _is_plain(text)}
-    weights = plain.pop("weights", None)
-    if weights is not None and "model" not in plain:
-        raise ValueError("--set weights= is for the network of --set model=: name it")
-    check_precision(plain.get("precision", "tf32"))
-    try:
-        numbers = {name: int(plain.pop(name)) for name in ("batch", "threads") if name in plain}
-        kind = None if device == "auto" else torch.device(device).type
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"--set batch= and threads= take whole numbers, --device auto, cpu or cuda: {error}") from None
-    choices = Choices(seeds=None if seeds is None else parse_seeds(seeds), device=kind, **plain, **numbers)  # type: ignore[arg-type]
-    return choices, None if weights is None else Path(weights)
-
-
-def _is_plain(text: str) -> bool:
-    return text.partition("=")[0] in PLAIN
-
-
-def _with_fields(
-    choices: Choices, table: tables.Table, rows: str | None, columns: str | None, settings: Sequence[str] | None
-) -> Choices:
-    """Return the choices with rows, columns and overrides of fields."""
+def _choices(
+    table: tables.Table | None,
+    rows: str | None,
+    columns: str | None,
+    seeds: str | None,
+    settings: Sequence[str] | None,
+    device: str,
+) -> tuple[Choices, Path | None]:
+    """Return the choices of all options, and the file of weights."""
     spelling = {name.lower(): name for name in method_names()}  # the paper writes CoTTA
     words = []
     for word in _split(rows):
         method = parse(word.removeprefix("+")).unfiltered
         name = word.removeprefix("+").replace(method, spelling.get(method.lower(), method), 1)
         words.append(f"+{method_name(name)}" if word.startswith("+") else word)
-    known = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
-    known |= {parse(name).unfiltered for name in known} | {word[1:] for word in words if word.startswith("+")}
-    fields = [text for text in settings or () if not _is_plain(text)]
-    overrides = {owner: of for owner, of in parse_overrides(fields, (*COMPONENTS, *sorted(known))).items() if of}
-    return dataclasses.replace(choices, rows=words, columns=_split(columns), overrides=overrides)
+    known = {word[1:] for word in words if word.startswith("+")}
+    if table is not None:
+        papers = {str(m) for row in table.rows if (m := row.get("method") or table.common.get("method"))}
+        known |= papers | {parse(name).unfiltered for name in papers}
+    overrides = parse_overrides(settings, (*COMPONENTS, *sorted(known)), PLAIN)
+    plain = overrides.pop("")
+    weights = plain.pop("weights", None)
+    if weights is not None and "model" not in plain:
+        raise ValueError("--set weights= is for the network of --set model=: name it")
+    check_precision(plain.get("precision", "tf32"))
+    for name in ("batch", "threads"):
+        if name in plain and not is_whole(plain[name], least=1):
+            raise ValueError(f"--set {name}= takes a whole number, at least 1; got {plain[name]!r}")
+    try:
+        plain["device"] = None if device == "auto" else torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"--device is auto, cpu or cuda: {error}") from None
+    plain["seeds"] = None if seeds is None else parse_seeds(seeds)
+    fields = {owner: of for owner, of in overrides.items() if of}
+    choices = Choices(rows=words, columns=_split(columns), overrides=fields, **plain)
+    return choices, None if weights is None else Path(weights)
 
 
 def _split(text: str | None) -> list[str]:
