@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import typer
 from rich.console import Console
 
+from tribe.cli.output import WIDE, wide_console
 from tribe.experiments.spec import plain
 from tribe.io.files import write_atomically
-
-WIDE = 240  # columns of a table that goes to a file
 
 
 class OutputTarget(NamedTuple):
@@ -35,8 +34,7 @@ class OutputTarget(NamedTuple):
     def draw(self, draw: Callable[[Console], None]) -> None:
         """Draw tables: in the width of the terminal, or wide where the output goes elsewhere."""
         if self.path is None:
-            console = Console()
-            draw(console if console.is_terminal else Console(width=WIDE))
+            draw(wide_console())
         else:
             console = Console(width=WIDE, record=True, file=io.StringIO())
             draw(console)

@@ -4,7 +4,7 @@ import contextlib
 import math
 import zipfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ import tribe
 from tribe.cli.commands import app
 from tribe.cli.options import AsJson, DataRoot, Weights, custom_network, parse_shape
 from tribe.cli.output import fail, messages, print_json
-from tribe.data.datasets import Dataset
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
 from tribe.io.arrays import open_npy, read_npz
@@ -56,13 +55,18 @@ def doctor(
         fail("--input reads images, --dataset those of a data set, and --shape makes random ones: choose one")
     with messages():
         x, labels, known = None, None, None
-        if dataset is not None:
+        if dataset is not None:  # images of the first domain, spread evenly
             known = build_dataset(dataset, data, {})
-            x, labels = _sample(known)
+            y = known.labels(known.domains[0])
+            chosen = torch.linspace(0, len(y) - 1, min(len(y), SAMPLE)).long()
+            x, labels = known.images(known.domains[0], chosen), y[chosen]
         elif images is not None:
             x = _read(images)
         elif shape is not None:
-            x = _random(shape)
+            sizes = parse_shape(shape)
+            if math.prod(sizes) > LARGEST:
+                fail(f"--shape {shape} is an image of {math.prod(sizes):,} numbers; expected {LARGEST:,} at most")
+            x = torch.rand(RANDOM, *sizes, generator=torch.Generator().manual_seed(0))
         model = custom_network(target, weights)
         try:
             if known is not None:
@@ -85,7 +89,13 @@ def _read(path: Path) -> Tensor:
     if not path.is_file():
         fail(f"no images at {path}")
     try:
-        array = _array(path)
+        if zipfile.is_zipfile(path):
+            arrays = read_npz(path)
+            if len(arrays) != 1:
+                raise ValueError(f"it holds {len(arrays)} arrays ({', '.join(list(arrays)[:8])}); expected one")
+            array = next(iter(arrays.values()))
+        else:
+            array = open_npy(path)
     except (ValueError, OSError) as error:
         fail(f"{path} is not an array file that can be read without pickle: {type(error).__name__}: {error}")
     if array.ndim != 4 or 0 in array.shape:
@@ -97,30 +107,6 @@ def _read(path: Path) -> Tensor:
     chosen = np.linspace(0, len(array) - 1, min(len(array), SAMPLE)).astype(int)
     images = torch.from_numpy(array[chosen].astype(np.float32))
     return images / 255 if array.dtype == np.uint8 else images
-
-
-def _array(path: Path) -> np.ndarray[Any, Any]:
-    if not zipfile.is_zipfile(path):
-        return open_npy(path)
-    arrays = read_npz(path)
-    if len(arrays) != 1:
-        raise ValueError(f"it holds {len(arrays)} arrays ({', '.join(list(arrays)[:8])}); expected one")
-    return next(iter(arrays.values()))
-
-
-def _sample(dataset: Dataset) -> tuple[Tensor, Tensor]:
-    """Return some images of the first domain, spread evenly, with their labels."""
-    domain = dataset.domains[0]
-    labels = dataset.labels(domain)
-    chosen = torch.linspace(0, len(labels) - 1, min(len(labels), SAMPLE)).long()
-    return dataset.images(domain, chosen), labels[chosen]
-
-
-def _random(shape: str) -> Tensor:
-    sizes = parse_shape(shape)
-    if math.prod(sizes) > LARGEST:
-        fail(f"--shape {shape} is an image of {math.prod(sizes):,} numbers; expected {LARGEST:,} at most")
-    return torch.rand(RANDOM, *sizes, generator=torch.Generator().manual_seed(0))
 
 
 def _coloured(report: tribe.Report) -> Text:
