@@ -16,7 +16,7 @@ from torch import Tensor
 from studies.pages import render, table
 from studies.play import Clock, Progress, read, write
 from tribe import scenarios
-from tribe.cli.custom import load_custom_model
+from tribe.cli.custom import custom_network
 from tribe.core.precision import PRECISIONS, float32_precision, precision_on
 from tribe.data.datasets import Dataset, optional
 from tribe.experiments import metrics
@@ -50,7 +50,7 @@ class Every:
 
 def measure(o: argparse.Namespace) -> None:
     """Play all methods and write what they got wrong after each of them."""
-    networks = {o.model: load_custom_model(o.model)} if ":" in o.model else None
+    networks = {o.model: custom_network(o.model)} if ":" in o.model else None
     bench = Workbench(o.data, o.device, {o.model: o.weights} if o.weights else None, networks=networks)
     chosen = {} if o.corruptions == "all" else {"corruptions": o.corruptions.split(",")}
     corrupted = bench.dataset(ComponentSpec(o.dataset, chosen))

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from torch import nn
 
 import tribe
-from tribe.cli.output import fail
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import from_file
 from tribe.methods import Method
@@ -88,29 +87,26 @@ def norm_text(text: str) -> str:
     return component_name(NORM, place) + bracket
 
 
-def load_custom_model(target: str) -> nn.Module:
-    """Return the module that ``package.module:attribute`` or ``file.py:attribute`` is, or returns when called."""
-    try:
-        found = find_custom(target, "model", lambda value: isinstance(value, nn.Module) or callable(value))
-    except ValueError as error:
-        fail(str(error))
+def custom_network(target: str, weights: Path | None = None) -> nn.Module:
+    """Return the module that ``file.py:attribute`` is, or returns when called; with the weights of a file, if given."""
+    found = find_custom(target, "model", lambda value: isinstance(value, nn.Module) or callable(value))
     if callable(found) and not isinstance(found, nn.Module):
         try:
             found = found()
         except (Exception, SystemExit) as error:
-            fail(f"{target} could not be called without arguments: {type(error).__name__}: {error}")
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{target} could not be called without arguments: {reason}") from error
     if not isinstance(found, nn.Module):
-        fail(f"{target} is not a model: expected an nn.Module, or a callable that returns one: {type(found)}")
-    return found
+        raise ValueError(
+            f"{target} is not a model: expected an nn.Module, or a callable that returns one: {type(found)}"
+        )
+    return found if weights is None else tribe.models.load(found, weights)
 
 
 def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
     """Return the object that ``package.module:attribute`` or ``file.py:attribute`` names.
 
-    Args:
-        target: The text from the command line.
-        kind: The kind of object, for error messages.
-        fits: Whether an object is of that kind; an error message suggests the attributes that fit.
+    An error message names the kind, and suggests the attributes that fit it.
     """
     place, _, attribute = target.rpartition(":")
     if not place or not attribute:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch import nn
 
 import tribe
-from tribe.cli.custom import load_custom_model, method_name
+from tribe.cli.custom import method_name
 from tribe.methods import registry
 from tribe.registry import nearest
 
@@ -97,12 +96,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text) is None:
         raise ValueError(f"--shape is the shape of one image, such as 3,32,32; got {text!r}")
     return tuple(int(size) for size in text.split(","))
-
-
-def custom_network(name: str, weights: Path | None) -> nn.Module:
-    """Return the network ``file.py:attribute``, with its own weights or those of a file."""
-    built = load_custom_model(name)
-    return built if weights is None else tribe.models.load(built, weights)
 
 
 def method_names(text: str) -> list[str]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tribe.cli.custom import DATASET, SCENARIO, component_name, norm_text
-from tribe.cli.options import custom_network, parse_overrides, parse_seeds
+from tribe.cli.custom import DATASET, SCENARIO, component_name, custom_network, norm_text
+from tribe.cli.options import parse_overrides, parse_seeds
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec, same_for_all_seeds
 from tribe.experiments.workbench import Workbench

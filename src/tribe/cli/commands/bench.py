@@ -14,7 +14,7 @@ from torch import nn
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import load_custom_model
+from tribe.cli.custom import custom_network
 from tribe.cli.options import Device, Precision, method_names, parse_shape
 from tribe.cli.output import fail, messages, print_json
 from tribe.core.precision import choose_device, precision_on
@@ -133,7 +133,7 @@ def _network(
         return partial(contenders.build, name, design.classes), design.classes, shape or design.shape
     if shape is None:
         raise ValueError(f"the shape of the images of {name} is unknown: give it, such as --shape 3,224,224")
-    net = load_custom_model(name)
+    net = custom_network(name)
     count = classes or tribe.Backbone(net).classes
     if count is None:
         raise ValueError(f"the number of classes of {name} is unknown: give it with --classes")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.options import AsJson, DataRoot, Weights, custom_network, parse_shape
+from tribe.cli.custom import custom_network
+from tribe.cli.options import AsJson, DataRoot, Weights, parse_shape
 from tribe.cli.output import fail, messages, print_json
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable

@@ -9,8 +9,8 @@ from torch import nn
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import method_name
-from tribe.cli.options import Device, Model, Weights, custom_network, parse_overrides
+from tribe.cli.custom import custom_network, method_name
+from tribe.cli.options import Device, Model, Weights, parse_overrides
 from tribe.cli.output import messages, print_message
 from tribe.core.precision import choose_device
 
