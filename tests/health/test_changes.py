@@ -85,7 +85,7 @@ def test_streams_are_compared_alone_and_together():
     assert first.streams[0] == together.streams[0]
 
 
-@pytest.mark.parametrize("method", tribe.methods.names())
+@pytest.mark.parametrize("method", [*tribe.methods.names(), "tribe+time"])
 def test_every_method_is_compared(method):
     adapter = tribe.adapt(small_network(), ready(method))
     snapshot = adapter.snapshot()
@@ -99,16 +99,12 @@ def test_every_method_is_compared(method):
     if method in ("cotta", "petal", "ttac"):
         assert found.streams[0].weights > 0
         assert "0" in names
+    if method == "tribe+time":
+        assert found.classes[0].statistics > 0
     if method in ("tribe", "rotta", "note"):
         assert found.streams[0].statistics is not None
     if method in ("bn", "tent"):
         assert found.streams[0].statistics is None
-
-
-def test_methods_with_a_time_filter_are_compared():
-    adapter = tribe.adapt(small_network(), time="auto", h0=2.0)
-    adapter(batch())
-    assert adapter.compare().classes[0].statistics > 0
 
 
 def test_long_tables_are_cut():

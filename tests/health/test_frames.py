@@ -46,14 +46,16 @@ def test_no_digit_has_a_fault():
     assert found(digits(10_000), size=500) == {}
 
 
-@pytest.mark.parametrize("name", ["fog", "impulse_noise", "glass_blur", "scale", "stripe", "shot_noise"])
-def test_no_corrupted_digit_has_a_fault(name):
-    assert found(corruptions.apply(digits(300)[0], name, 5)[None]) == {}
+CORRUPTED = {
+    "digits": ("fog", "impulse_noise", "glass_blur", "scale", "stripe", "shot_noise"),
+    "photos": ("contrast", "fog", "defocus_blur", "gaussian_noise", "impulse_noise", "brightness"),
+}
 
 
-@pytest.mark.parametrize("name", ["contrast", "fog", "defocus_blur", "gaussian_noise", "impulse_noise", "brightness"])
-def test_no_corrupted_picture_has_a_fault(name):
-    assert found(corruptions.apply(photos(100)[0], name, 5)[None]) == {}
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in CORRUPTED.items() for name in names])
+def test_no_corrupted_image_has_a_fault(kind, name):
+    clean = digits(300)[0] if kind == "digits" else photos(100)[0]
+    assert found(corruptions.apply(clean, name, 5)[None]) == {}
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -1,6 +1,5 @@
 """States that are kept: saved, cast, loaded into adapters that share a network, snapshots that do not fit."""
 
-import pickle
 from itertools import product
 
 import pytest
@@ -39,16 +38,6 @@ def test_an_adapter_that_was_cast_can_be_loaded(tmp_path, method, dtype):
     assert torch.equal(fleet({"camera": batch(2)})["camera"], resumed(batch(2)))
     adapter(batch(2))
     assert resumed.digest() == adapter.digest()
-
-
-@pytest.mark.parametrize("method", ["tribe", *COMPOSED])
-def test_an_adapter_goes_through_pickle(method):
-    adapter = tribe.adapt(small_network(), tribe.methods.create(method, classes=4))
-    adapter(batch())
-    again = pickle.loads(pickle.dumps(adapter))
-    assert again.method == adapter.method
-    assert type(again.method) is type(adapter.method)
-    assert torch.equal(again(batch(1)), adapter(batch(1)))
 
 
 def test_a_network_that_counts_is_known_again(tmp_path):
