@@ -1,11 +1,9 @@
-"""What threads need: a lock that survives copies and forks, and copies of a network."""
+"""Support threads: a lock that can be copied, and a copy of a network for each thread."""
 
 import copy
 import itertools
-import os
 import threading
-import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -13,27 +11,10 @@ from tribe.core.slots import Slot
 
 
 class Lock:
-    """A reentrant lock that survives copies and forks.
-
-    A copy or a pickle gets a new lock, so an object that has one can be copied. In a forked process every lock is
-    new: the thread that held it exists in the parent only.
-    """
-
-    _all: ClassVar[weakref.WeakSet["Lock"]] = weakref.WeakSet()
+    """A reentrant lock. A copy or a pickle gets a new one, so an object that has a lock can be copied."""
 
     def __init__(self) -> None:
-        self.renew()
-        self._all.add(self)
-
-    def renew(self) -> None:
-        """Free the lock, whoever holds it."""
         self._lock: Any = threading.RLock()
-
-    @classmethod
-    def renew_all(cls) -> None:
-        """Free every lock."""
-        for lock in cls._all:
-            lock.renew()
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -43,10 +24,6 @@ class Lock:
 
     def __reduce__(self) -> Any:
         return type(self), ()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Lock.renew_all)
 
 
 class ThreadCopies(threading.local):

@@ -55,8 +55,7 @@ class Entry:
 class ReadersLock(Lock):
     """The lock of a table, which is held for a moment, and the states that predictions read at the moment."""
 
-    def renew(self) -> None:
-        """Free the lock; after a fork no other thread reads."""
+    def __init__(self) -> None:
         self._lock: Any = threading.Condition()
         self.states: list[Any] = []
 
