@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import reference
+from tribe import norms
 from tribe.core import memory, rng
 from tribe.core.all_weights import WeightLayout
+from tribe.core.optim import adam_init, adam_step
 from tribe.core.rng import Key
 from tribe.core.rules import Frozen
 from tribe.core.state import leaves
@@ -285,6 +287,73 @@ def robust(net, share):
     return module, [layer for layer in module if isinstance(layer, RobustNorm)]
 
 
+def running(layers, prefix):
+    """The running statistics of all layers, as a state names them."""
+    return {f"{prefix}.{kind}": torch.cat([getattr(m, kind) for m in layers])[None] for kind in ("mean", "var")}
+
+
+def branch(layers, prefix):
+    """The parameters and the statistics of a branch, as a state names them."""
+    affine = learned([m.weight for m in layers], [m.bias for m in layers], f"{prefix}.affine.")
+    return affine | running(layers, f"{prefix}.stats")
+
+
+def rotta(net, xs, method):
+    """RoTTA (CVPR 2023), an image at a time, the memory as lists."""
+    teacher, teacher_layers = robust(net, method.alpha)
+    student, student_layers = robust(net, method.alpha)
+    adam = torch.optim.Adam([p for layer in student_layers for p in (layer.weight, layer.bias)], lr=method.lr)
+    images, bank = torch.cat(xs), reference.TimelyMemory(method.size, method.classes)
+    outputs, arrived = [], 0
+    for x in xs:
+        teacher.eval()
+        outputs.append(teacher(x).detach())
+        for p in outputs[-1].softmax(1):
+            bank.add(arrived, int(p.argmax()), float(-(p * (p + 1e-6).log()).sum()))
+            arrived += 1
+            if arrived % method.every:
+                continue
+            held = bank.contents()
+            memory = images[[position for position, _, _ in held]]
+            age = torch.tensor([age for _, _, age in held], dtype=x.dtype) / method.size
+            teacher.train()
+            loss = -(teacher(memory).detach().softmax(1) * student(method.augment(memory)).log_softmax(1)).sum(1)
+            adam.zero_grad()
+            (loss * (-age).exp() / (1 + (-age).exp())).mean().backward()
+            adam.step()
+            with torch.no_grad():
+                for own, other in zip(teacher_layers, student_layers, strict=True):
+                    for name in ("weight", "bias"):
+                        getattr(own, name).mul_(1 - method.nu).add_(method.nu * getattr(other, name))
+    named = branch(teacher_layers, "teacher") | branch(student_layers, "student")
+    return outputs, named | {"adam.steps": torch.tensor(arrived // method.every)}
+
+
+def note(net, xs, method):
+    """NOTE (NeurIPS 2022), an image at a time: when it learns, and from what. Passes and memory are the library's."""
+    (affine, stats), bank, outputs, arrived = net.source(), method.init(net).memory, [], 0
+    moments, real, seed = adam_init(affine), torch.ones(1, 1, dtype=torch.bool), torch.tensor([0])
+    for x in xs:
+        with torch.no_grad():
+            logits = net(x[None], affine, stats, norms.create("instance")).logits
+        outputs.append(logits[0])
+        for i in range(len(x)):
+            bank = memory.add_reservoir(bank, x[None, i : i + 1], logits[:, i : i + 1].argmax(-1), real, seed)
+            arrived += 1
+            if arrived % method.every == 0 if method.every else i == len(x) - 1:
+                leaf, held = affine.leaf(), memory.images(bank, x.shape[1:])[:, : int(bank.held)]
+                guess, _, stats = net(held, leaf, stats, norms.create("instance", observing=True))
+                grads = leaf.gradient(entropies(guess).mean(1))
+                affine, moments = adam_step(affine, grads, moments, method.lr)
+    end = {"affine": affine, "stats": stats}
+    named = {f"{name}.{field}": t[0] for name, part in end.items() for field, t in part._asdict().items()}
+    return outputs, named | {
+        "memory.image": bank.image[0],
+        "memory.label": bank.label[0],
+        "adam.steps": moments.steps[0],
+    }
+
+
 def features_by_class(net, xs, classes):
     """PeTTA's source knowledge: mean and variance of the features of the images predicted as each class."""
     module, _, _ = ordinary(net, net.source()[1])
@@ -360,16 +429,8 @@ def petta(net, xs, method):
     assert gammas[0] == 0, "before the first batch the mean features are the source's"
     assert 0.01 < gammas[-1] < 0.99, "the divergence says nothing: alpha and lambda were not tested"
     assert len({int(label) for z in outputs for label in z.argmax(1)}) > 2
-    named = {"mean": mean}
-    for name, layers in (("teacher", teacher_layers), ("student", student_layers)):
-        named |= learned([m.weight for m in layers], [m.bias for m in layers], f"{name}.affine.")
-    for name, layers in (
-        ("teacher.stats", teacher_layers),
-        ("student.stats", student_layers),
-        ("anchor", anchor_layers),
-    ):
-        named |= {f"{name}.{kind}": torch.cat([getattr(m, kind) for m in layers])[None] for kind in ("mean", "var")}
-    return outputs, named
+    teacher_and_student = branch(teacher_layers, "teacher") | branch(student_layers, "student")
+    return outputs, teacher_and_student | running(anchor_layers, "anchor") | {"mean": mean}
 
 
 class BatchRenorm(nn.Module):

@@ -56,6 +56,8 @@ SETTINGS = {
     "deyo": Setting(partial(batches, 8, batch=9)),
     "delta": Setting(partial(varied, 7), partial(even_network, varied(7), sure=0.3)),
     "petta": Setting(partial(varied, 7), partial(even_network, SOURCES), partial(studied, SOURCES), 1e-6),
+    "rotta": Setting(lambda: STREAM.split((1, 4, 7, 10, 25, 22), 1), partial(even_network, varied(8))),
+    "note": Setting(lambda: STREAM[:, :35].split((1, 3, 12, 19), 1), partial(even_network, varied(8))),
     "sotta": Setting(lambda: STREAM.split(23, 1), partial(even_network, varied(8), sure=1.5), atol=1e-6),
     "bdn": Setting(two_worlds, partial(even_network, varied(4))),
     # The least certain batches first: a student that equals its teacher has no gradient, Adam steps along rounding.
@@ -67,7 +69,8 @@ SETTINGS = {
 ROID = {"prior": "none", "augment": darker}
 DELTA = {"alpha": 0.8, "lr": 0.01}
 PETTA = {"augment": darker, "size": 12, "lr": 5e-3}
-SOTTA = {"c_0": 0.5, "rho": 0.3, "lr": 0.01, "size": 10, "every": 23, "room": 192}
+MEMORY = {"size": 10, "room": 192, "lr": 1e-2}
+SOTTA = {**MEMORY, "c_0": 0.5, "rho": 0.3, "every": 23}
 BDN = {"layer": "1", "domains": 8, "gamma": 0.0, "eta": 0.3}
 COTTA = {"p": 0.0, "n": 7, "chunk": 3, "alpha": 0.9, "lr": 1e-2}
 CASES = [
@@ -94,6 +97,8 @@ CASES = [
     ("petta", {**PETTA}),
     ("petta", {**PETTA, "loss": "plain", "regularizer": "l2", "lambda_0": 3.0}),
     ("petta", {**PETTA, "sensing": "paper", "nu": 0.01, "alpha_0": 0.2, "anchor_weight": 0.3, "alpha_bn": 0.2}),
+    ("rotta", {**MEMORY, "every": 10, "nu": 0.1, "alpha": 0.1, "augment": darker}),  # also in the middle of a batch
+    *(("note", {**MEMORY, "every": every}) for every in (None, 4, 5, 30)),
     ("sotta", {**SOTTA, "frozen_tail": 0.0}),
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
     ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
