@@ -66,10 +66,7 @@ def variants() -> list[str]:
 
 
 def get(name: str) -> type[Method]:
-    """Return the class of the method in a name.
-
-    Raises:
-        ValueError: the name has an unknown part, or its parts are in another order.
+    """Return the class of the method in a name; refuse one with an unknown part, or with parts in another order.
 
     >>> get("tribe+time").__name__
     'Tribe'

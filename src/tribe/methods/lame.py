@@ -18,7 +18,7 @@ from tribe.core import losses
 from tribe.core.graphs import segment
 from tribe.core.moments import accumulation_dtype
 from tribe.fields import Count, NotNegative, Range
-from tribe.methods import Backbone, ScreenedBatch, Update, register
+from tribe.methods import Backbone, ScreenedBatch, register
 from tribe.methods.method import features_of
 from tribe.methods.source import Source, SourceState
 
@@ -60,10 +60,6 @@ class Lame(Source):
     output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
     not_exportable_because = "neighbours in a batch correct each other's predictions"
-
-    def adapt(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Update:
-        """Predict."""
-        return Update(self.logits(net, state, batch), state)
 
     @torch.no_grad()
     def logits(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Tensor:

@@ -223,11 +223,7 @@ def plain_network(net: Backbone, method: AnyMethod, state: Any, stream: int) -> 
 
 
 def with_fields(method: AnyMethod, **fields: Any) -> AnyMethod:
-    """Return a copy with other values of some fields; a pipeline gives each to the part that has it.
-
-    Raises:
-        TypeError: no part has such a field.
-    """
+    """Return a copy with other values of some fields; a pipeline gives each to the part that has it."""
     if not isinstance(method, Pipeline):
         return dataclasses.replace(method, **fields)
     changed = {}
