@@ -1,4 +1,4 @@
-"""RoTTA and NOTE: streams out of phase, images of another shape, what is refused; test_equations.py has their numbers."""
+"""RoTTA and NOTE: streams out of phase, changed images, and what is refused; test_equations.py has their numbers."""
 
 from functools import partial
 from typing import Any
