@@ -1,6 +1,7 @@
 """Networks with unusual habits, and adapters of them, for several test files."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import nn
@@ -28,22 +29,14 @@ def started(streams=1, **fields):
 
 def at_once(*calls):
     """Call functions in threads that start together; the first error is raised here."""
-    start, errors = threading.Barrier(len(calls)), []
+    start = threading.Barrier(len(calls))
 
     def run(call):
         start.wait()
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
+        call()
 
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(run, calls))
 
 
 class Around(nn.Module):

@@ -3,6 +3,7 @@
 import copy
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from tribe.testing.samples import small, small_backbone
 
 NET = small_backbone()
 WAIT = 60  # seconds until a test gives up; none waits for a time to pass
+POOL = ThreadPoolExecutor(8)
 
 
 def x(seed=0, size=2):
@@ -39,30 +41,15 @@ class Gated(Tribe):
         return super().step(net, state, x, valid)
 
 
-def gated():
-    """Two events, a step has begun and a step may end, and a fleet whose steps wait."""
+def gated(make=tribe.fleet):
+    """Two events, a step has begun and a step may end, and a fleet or an adapter whose steps wait."""
     begun, may_end = threading.Event(), threading.Event()
 
     def gate():
         begun.set()
         assert may_end.wait(WAIT)
 
-    return begun, may_end, tribe.fleet(NET, Gated(classes=4, h0=2.0, gate=gate))
-
-
-def start(call, *args):
-    """Call a function in a thread; the result and the error are in the list."""
-    found = []
-
-    def run():
-        try:
-            found.append(call(*args))
-        except Exception as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, found
+    return begun, may_end, make(NET, Gated(classes=4, h0=2.0, gate=gate))
 
 
 def test_predicting_does_not_wait_for_a_step():
@@ -71,7 +58,7 @@ def test_predicting_does_not_wait_for_a_step():
     fleet({"a": x(0), "b": x(1)})
     expected, digest = fleet.predict({"a": x(5), "b": x(6)}), fleet.digest("a")
     begun.clear(), may_end.clear()
-    thread, answers = start(fleet, {"a": x(2), "b": x(3), "new": x(4)})
+    step = POOL.submit(fleet, {"a": x(2), "b": x(3), "new": x(4)})
     assert begun.wait(WAIT)
     # The step is running. Whatever only reads is answered from the states before it.
     during = fleet.predict({"a": x(5), "b": x(6)})
@@ -84,11 +71,9 @@ def test_predicting_does_not_wait_for_a_step():
     assert len(fleet.to_bytes("a")) > 0
     assert fleet.predict_source(x(5)).shape == (2, 4)
     fleet.freeze("b")
-    assert thread.is_alive()
-    assert not answers
+    assert not step.done()
     may_end.set()
-    thread.join(WAIT)
-    assert answers[0].keys() == {"a", "b", "new"}
+    assert step.result(WAIT).keys() == {"a", "b", "new"}
     assert fleet.clock("a") == fleet.clock("b") == 2
     assert fleet.info("b").frozen, "frozen while the step ran"
     assert not torch.equal(fleet.predict({"a": x(5)})["a"], expected["a"])
@@ -96,16 +81,13 @@ def test_predicting_does_not_wait_for_a_step():
 
 def test_steps_of_two_threads_come_one_after_the_other():
     begun, may_end, fleet = gated()
-    first, one = start(fleet, {"a": x(0)})
+    first = POOL.submit(fleet, {"a": x(0)})
     assert begun.wait(WAIT)
-    second, two = start(fleet, {"a": x(1)})
-    third, three = start(fleet.drop, "a")
+    second, dropped = POOL.submit(fleet, {"a": x(1)}), POOL.submit(fleet.drop, "a")
     may_end.set()
-    for thread in (first, second, third):
-        thread.join(WAIT)
-    assert set(one[0]) == set(two[0]) == {"a"}
+    assert set(first.result(WAIT)) == set(second.result(WAIT)) == {"a"}
+    assert dropped.result(WAIT) is fleet
     assert "a" not in fleet or fleet.clock("a") == 1, "dropped between the steps, or after them"
-    assert isinstance(three[0], tribe.Fleet)
 
 
 def test_threads_that_step_and_predict_at_once_agree_with_one_thread():
@@ -120,16 +102,14 @@ def test_threads_that_step_and_predict_at_once_agree_with_one_thread():
             for name in "abcd":
                 assert fleet.clock(name) <= len(rounds)
                 assert fleet.digest(name)
-        return "done"
 
-    threads = [start(predict) for _ in range(2)]
-    workers = [start(lambda n=name: [fleet({n: batch[n]}) for batch in rounds[1:]]) for name in "abcd"]
-    for thread, _ in workers:
-        thread.join(WAIT)
+    readers = [POOL.submit(predict) for _ in range(2)]
+    workers = [POOL.submit(lambda n=name: [fleet({n: batch[n]}) for batch in rounds[1:]]) for name in "abcd"]
+    for worker in workers:
+        worker.result(WAIT)
     stop.set()
-    for thread, found in threads:
-        thread.join(WAIT)
-        assert found == ["done"]
+    for reader in readers:
+        reader.result(WAIT)
     for batch in rounds:
         alone(batch)
     assert all(fleet.digest(name) == alone.digest(name) for name in "abcd")
@@ -187,33 +167,27 @@ def test_what_a_state_predicts_with_is_made_once():
 
 
 def test_an_adapter_predicts_during_a_step_and_its_memory_is_not_reused_under_a_reader():
-    begun, may_end = threading.Event(), threading.Event()
-
-    def gate():
-        begun.set()
-        assert may_end.wait(WAIT)
-
-    adapter = tribe.adapt(NET, Gated(classes=4, h0=2.0, gate=gate))
+    begun, may_end, adapter = gated(tribe.adapt)
     may_end.set()
     adapter(x(0)), adapter(x(1))
     expected = adapter.predict(x(5))
     begun.clear(), may_end.clear()
-    thread, _ = start(adapter, x(2))
+    step = POOL.submit(adapter, x(2))
     assert begun.wait(WAIT)
     assert torch.equal(adapter.predict(x(5)), expected)
     may_end.set()
-    thread.join(WAIT)
+    step.result(WAIT)
     assert not torch.equal(adapter.predict(x(5)), expected)
     with adapter._core.reading("adapter") as entries:
         state = entries["adapter"].state
         before = digest(state)
         adapter(x(3))  # the state that is read is the current one: the step need not wait
         begun.clear()
-        thread, _ = start(adapter, x(4))  # this one would write into the memory of the state that is read
+        step = POOL.submit(adapter, x(4))  # this one would write into the memory of the state that is read
         assert digest(state) == before
-        assert thread.is_alive()
+        assert not step.done()
         assert not begun.is_set()
-    thread.join(WAIT)
+    step.result(WAIT)
     assert adapter.info[0].steps == 5
 
 
