@@ -169,6 +169,8 @@ def slot_kind(layer: nn.Module) -> type[Slot] | str:
         return f"{name} is of a kind that tribe does not adapt"
     if not isinstance(layer, _BatchNorm) and layer.weight is None:
         return "it has neither statistics nor affine parameters"
+    if any(getattr(layer, name, None) is not None and name not in layer._parameters for name in ("weight", "bias")):
+        return "its parameters are computed, by a parametrization or a hook"
     if layer._backward_hooks or layer._backward_pre_hooks:
         return "it has hooks on its gradient"
     hooked = bool(layer._forward_hooks or layer._forward_pre_hooks)

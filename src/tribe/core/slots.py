@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 
 from tribe.core.moments import Epilogue, fold, normalise, scale_and_shift
 from tribe.core.rules import Norm, PerBatch
@@ -148,16 +147,9 @@ class Slot(nn.Module, ABC):
         vars(layer).pop("forward", None)  # see `redirect_layer_calls`
         for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # the slot called none, see placement.py
             hooks.clear()
-        # Keep the values that parametrizations made. Torch's function would break all copies, which share a class.
-        if parametrize.is_parametrized(layer):
-            made = {name: getattr(layer, name).detach() for name in layer.parametrizations}
-            layer.__class__ = parametrize.type_before_parametrizations(layer)
-            del layer.parametrizations
-            for name, value in made.items():
-                _set_parameter(layer, name, value)
         for name, row in (("weight", weight), ("bias", bias)):
-            if (old := getattr(layer, name)) is not None:  # it may be shared with another layer, or computed
-                _set_parameter(layer, name, row.detach().view_as(old).to(old, copy=True))
+            if (old := getattr(layer, name)) is not None:  # it may be shared with another layer
+                setattr(layer, name, nn.Parameter(row.detach().view_as(old).to(old, copy=True), requires_grad=False))
         if getattr(layer, "running_mean", None) is None:
             return layer  # type: ignore[no-any-return]
         if stats is None:
@@ -295,11 +287,6 @@ def channels_of(layer: nn.Module) -> int:
 def normalized_shape(layer: Any) -> tuple[int, ...]:
     """Return the shape that a LayerNorm normalises over; of another class, the size of its parameters."""
     return tuple(layer.normalized_shape) if isinstance(layer, nn.LayerNorm) else (layer.weight.numel(),)
-
-
-def _set_parameter(layer: nn.Module, name: str, value: Tensor) -> None:
-    vars(layer).pop(name, None)  # a tensor that a hook made
-    layer.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
 
 class _Received(BaseException):
