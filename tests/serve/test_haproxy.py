@@ -7,8 +7,8 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ import torch
 from http_calls import exchange, status, web
 from small_server import serving, small_fleet
 
+from networks import at_once
 from places import ROOT
 from processes import Process
 from tribe.serve.client import Client, ClientError
@@ -170,11 +171,7 @@ def test_a_stream_lands_on_one_worker_and_another_takes_it_over_when_that_one_is
                         answers[stream].append((found.facts["tribe_adapted"], found.logits))
                     time.sleep(0.02)
 
-        threads = [threading.Thread(target=go_on, args=(stream,)) for stream in there]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(*(partial(go_on, stream) for stream in there))
         taken = states(server.url)
         for stream, before in there.items():
             wanted = replay(stream, 3)

@@ -2,7 +2,7 @@
 
 import json
 import signal
-import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +13,7 @@ from torch import nn
 import tribe
 import tribe.serve
 from commands import message, tribe_command
+from networks import at_once
 from processes import Prints, ended, interrupted
 from tribe.serve import Client, ClientError, Server
 from tribe.serve.plain import encode_npy
@@ -52,11 +53,7 @@ def test_streams_at_once_equal_the_library_also_after_a_restart(tmp_path):
                 with Client(server.url, "small") as client:
                     found[name] += [client.predict(name, x) for x in streams[name][part]]
 
-            threads = [threading.Thread(target=play, args=(name,)) for name in streams]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            at_once(*(partial(play, name) for name in streams))
             with Client(server.url, "small") as client:
                 listed = {each["name"] for each in client.streams()}
                 assert listed == set(streams)

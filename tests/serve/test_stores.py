@@ -1,9 +1,10 @@
 """One contract for both stores: claims, leases, generations, states, pages, words, and what a pause or damage does."""
 
-import threading
+from functools import partial
 
 import pytest
 
+from networks import at_once
 from stores import write
 from tribe.serve.store import Claim, ClockFell, Fenced, StoreDamaged, StoreDown, Write
 from tribe.serve.store.sqlite import SqliteStore
@@ -80,11 +81,7 @@ def test_of_many_threads_one_gets_a_stream(store):
         for claim in won[owner]:
             write(store, claim, 1, owner.encode())
 
-    threads = [threading.Thread(target=work, args=(f"owner{i}",)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*(partial(work, f"owner{i}") for i in range(8)))
     claims = [claim for claims in won.values() for claim in claims]
     assert sorted((claim.stream, claim.generation) for claim in claims) == sorted((name, 1) for name in names)
     for claim in claims:
