@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gzip
 import io
+import os
 import pickle
 
 import numpy as np
@@ -91,6 +92,16 @@ def write_cifar_python(root):
             held = {b"batch_label": b"batch", b"data": np.ascontiguousarray(rows[:, len(labels) :])}
             held |= {key: rows[:, i].tolist() for i, key in enumerate(labels)}
             (root / python / file).write_bytes(pickle.dumps(held, 2))
+
+
+class Malicious:
+    """An object whose pickle makes a folder when it is opened."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
 
 
 def write_mnist(folder, draw):

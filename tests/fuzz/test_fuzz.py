@@ -96,7 +96,7 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
         ValueError,
     ),
     "weights.safetensors": (
-        lambda path: save_file({"a": torch.rand(30), "b": torch.arange(9)}, path),
+        lambda path: save_file({"a": torch.linspace(0, 1, 30), "b": torch.arange(9)}, path),
         weights.read,
         weights.WeightsError,
     ),

@@ -72,6 +72,18 @@ def refused(result, *words):
     return True
 
 
+def stopped_at(event, *args, **fields):
+    """Press Ctrl-C at the first progress of a kind."""
+
+    def stop(*values):
+        raise KeyboardInterrupt
+
+    progress = GenerationProgress()
+    setattr(progress, event, stop)
+    with contextlib.suppress(KeyboardInterrupt):
+        generate(*args, progress=progress, **fields)
+
+
 def tree(folder):
     """Every visible file below a folder, by content; nothing hidden but the lock may be left."""
     files = [path for path in folder.rglob("*") if path.is_file()]
@@ -407,12 +419,7 @@ def test_missing_data_names_the_command(tmp_path, name, made, folder):
 
 
 def test_a_half_written_folder_names_the_command(clean, tmp_path):
-    class Stop(GenerationProgress):
-        def advance(self, domain, images):
-            raise KeyboardInterrupt
-
-    with contextlib.suppress(KeyboardInterrupt):
-        generate("cifar10", data=str(clean), out=str(tmp_path), progress=Stop())
+    stopped_at("advance", "cifar10", data=str(clean), out=str(tmp_path))
     assert "gaussian_noise@5" not in json.loads((tmp_path / "CIFAR-10-C/made.json").read_text())["blocks"]
     with pytest.raises(MissingData, match=r"fog@5 was not made in .*; there: none yet. Make it with `tribe corrupt"):
         datasets.create("cifar10-c", data=str(tmp_path)).labels("fog@5")
@@ -553,13 +560,8 @@ def test_the_data_root_is_the_place_of_clean_and_corrupted_pictures(pictures, tm
 
 
 def test_pictures_that_are_cut_short_or_gone_are_made_again(pictures, tmp_path):
-    class Stop(GenerationProgress):
-        def finish(self, domain):
-            raise KeyboardInterrupt
-
     fields = {"out": str(tmp_path / "a"), "corruptions": ["contrast", "brightness"]}
-    with contextlib.suppress(KeyboardInterrupt):
-        generate("imagenet", data=str(pictures), progress=Stop(), **fields)
+    stopped_at("finish", "imagenet", data=str(pictures), **fields)
     folder = tmp_path / "a/ImageNet-C"
     (folder / "brightness/5/n01440764/val_0.JPEG").write_bytes(b"")
     path = folder / "brightness/5/n01443537/val_0.JPEG"

@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 
 import layouts
@@ -15,7 +14,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen
 from tribe.data.datasets.files import MissingData
 from tribe.data.datasets.imagenet import output_of, outputs_of, wnids
-from tribe.data.images import ImageFileError, read_image
+from tribe.data.images import read_image
 from tribe.experiments.runner import run
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, plain_method, restrict
@@ -118,19 +117,6 @@ def test_cropped_images_stay_as_they_are(tmp_path):
     resized = read_image(tmp_path / "0003/a.jpg", resize=256, crop=224)
     picture(np.random.default_rng(0), 300, 224).save(tmp_path / "0007/b.jpg")  # so they are not all cropped
     assert torch.equal((imagenet(tmp_path).images("clean", torch.tensor([0]))[0] * 255).round().byte(), resized)
-
-
-def test_what_cannot_be_read_is_named_or_skipped(root):
-    folder = root / "imagenet/val" / WNIDS[0]
-    (folder / "0.JPEG").write_bytes(layouts.jpegs("RGB")[0][:700])
-    Image.fromarray(np.full((300, 300), 40_000, np.uint16)).save(folder / "1.png")
-    (folder / "1.JPEG").unlink()
-    for i, words in ((0, "0.JPEG cannot be read as an image"), (1, "1.png .*more than eight bits")):
-        with pytest.raises(ImageFileError, match=words):
-            made("imagenet", root).images("clean", torch.tensor([i]))
-    with pytest.warns(UserWarning, match="skipped"):
-        images = made("imagenet", root, unreadable="skip").images("clean", torch.tensor([0, 1, 2]))
-    assert images.isnan().flatten(1).all(1).tolist() == [True, True, False]
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Weights files from elsewhere: each damage is a WeightsError, and none runs code."""
 
 import json
-import os
 import pickle
 import struct
 from collections import OrderedDict
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from layouts import Malicious
 from limited import run_limited
 from tribe import models
 from tribe.data.models.weights import SHIPPED, WeightsError, read
@@ -47,14 +47,6 @@ CRAFTED = {
     "a module": lambda path: saved(path, nn.Linear(2, 2)),
     "a pickle that makes a folder": lambda path: path.write_bytes(pickle.dumps(Malicious(str(path.parent / "trace")))),
 }
-
-
-class Malicious:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about the storages of quantised tensors
