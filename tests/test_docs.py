@@ -3,7 +3,6 @@
 import importlib.util
 import pkgutil
 import re
-import tomllib
 
 import numpy as np
 import pytest
@@ -135,17 +134,6 @@ def test_every_equation_has_a_function_and_a_test():
     for name, file, test in rows:
         assert resolves(name), name
         assert f"def {test}(" in (ROOT / "tests" / file).read_text()
-
-
-def test_every_dependency_has_a_line_and_every_decision_a_number():
-    decisions = [path.name[:4] for path in (ROOT / "docs/decisions").glob("0*.md")]
-    assert len(set(decisions)) == len(decisions)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = [*project["dependencies"], *(d for group in project["optional-dependencies"].values() for d in group)]
-    text = (ROOT / "docs/decisions/0006-dependencies.md").read_text()
-    for dependency in named:
-        name = re.split(r"[<>=\[]", dependency)[0]
-        assert name == "tribe-tta" or f"**{name}**" in text, name
 
 
 # -- generated parts ---------------------------------------------------------------------------------------------------

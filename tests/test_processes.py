@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from processes import Prints, Touches, ended, interrupted, killed
+from processes import Prints, Touches, interrupted, killed
 
 COUNTS = """
 import sys
@@ -41,17 +41,6 @@ def test_sigint_works_where_the_parent_ignores_it(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert result.code == -signal.SIGINT
-
-
-def test_modules_scripts_and_code_run_as_python_runs_them(tmp_path):
-    text = "import sys\nprint(__name__, sys.argv[1:], sys.path[0])"
-    (tmp_path / "shown.py").write_text(text)
-    for arguments, first in (
-        (("-m", "shown"), tmp_path),
-        ((tmp_path / "shown.py",), tmp_path),
-        (("-c", text), ""),
-    ):
-        assert ended(*arguments, "a", cwd=tmp_path).out == f"__main__ ['a'] {first}\n"
 
 
 def test_a_process_that_is_not_killed_fails_the_test(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tribe
+from commands import succeeded
 from commands import tribe_command as command
 from tribe.core.backbone import Backbone
 from tribe.health.calibration import Calibration, fit_temperature
@@ -171,12 +172,12 @@ def test_a_method_without_a_student_gives_agreement_no_weight(calibration):
     assert factor.confidence > 0
 
 
-def test_the_command_writes_a_calibration(net, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.usefixtures("nowhere")
+def test_the_command_writes_a_calibration(net):
     options = ("--model", "compact", "--dataset", "mnist", "--images", 200, "--method", "source", "--device", "cpu")
-    result = command("source", "health", *options, "--out", "health.safetensors", "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
+    report = json.loads(
+        succeeded(command("source", "health", *options, "--out", "health.safetensors", "--json")).stdout
+    )
     assert report["spec"]["images"] == 200
     made = Calibration.load("health.safetensors")
     made.check(net, tribe.methods.create("source"))

@@ -105,9 +105,11 @@ def test_threads_that_step_and_predict_at_once_agree_with_one_thread():
 
     readers = [POOL.submit(predict) for _ in range(2)]
     workers = [POOL.submit(lambda n=name: [fleet({n: batch[n]}) for batch in rounds[1:]]) for name in "abcd"]
-    for worker in workers:
-        worker.result(WAIT)
-    stop.set()
+    try:
+        for worker in workers:
+            worker.result(WAIT)
+    finally:
+        stop.set()
     for reader in readers:
         reader.result(WAIT)
     for batch in rounds:
