@@ -11,7 +11,7 @@ import sys
 import torch
 
 from processes import watch_files
-from tribe.experiments.execution import run_experiment
+from tribe.experiments.execution import ExperimentRunner, RunSettings
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import Workbench
@@ -19,6 +19,11 @@ from tribe.experiments.workbench import Workbench
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
 STREAM = ComponentSpec("gli-f", {"imbalance": 1_000_000})  # an eighth of the digits
 METHODS = ("source", "tribe", "bn", "rotta", "tent", "selftrain/fixmatch")
+
+
+def run_experiment(experiment, root, workbench=None, progress=None, wait=True, **settings):
+    """The result of one experiment, in this process; an error is raised."""
+    return ExperimentRunner(RunSettings(root, **settings), workbench).run(experiment, progress, wait)
 
 
 def small(workbench, method="source", batch=16, **options):

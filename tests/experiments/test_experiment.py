@@ -9,9 +9,8 @@ from safetensors.torch import save_file
 
 import tribe
 from commands import tribe_command
-from grid import DATA, STREAM, small
+from grid import DATA, STREAM, run_experiment, small
 from places import ROOT
-from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import finished

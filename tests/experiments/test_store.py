@@ -10,12 +10,11 @@ import pytest
 import torch
 
 import tribe
-from grid import DATA, small
+from grid import DATA, run_experiment, small
 from places import TESTS
 from processes import Process, ended
 from reproduction.keep import keep, stale
 from tribe import metrics
-from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import Result, ResultStore, StreamResult, finished

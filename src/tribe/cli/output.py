@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import typer
@@ -103,13 +104,8 @@ def make_table(texts: Sequence[str], numbers: Sequence[str], rows: Iterable[Sequ
 
 def result_cells(result: Result) -> list[Text]:
     """Return the cells of `HEADER` for a result."""
-    time = 1e3 * mean(result.values("seconds_per_image"))
+    time = 1e3 * fmean(result.values("seconds_per_image"))
     return [*(Text(percent(result.values(key))) for key in ERRORS), Text(f"{time:.2f}")]
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean; the order of the values does not matter."""
-    return math.fsum(values) / len(values)
 
 
 def percent(shares: Sequence[float]) -> str:

@@ -43,26 +43,6 @@ class RunSettings(NamedTuple):
     command: Sequence[str] | None = None  # the command line, kept with the results
 
 
-def run_experiment(
-    experiment: Experiment,
-    root: str | PathLike[str],
-    *,
-    workbench: Workbench | None = None,
-    progress: Progress | None = None,
-    every: int = EVERY,
-    wait: bool = True,
-    force: bool = False,
-    keep_outputs: bool = False,
-) -> Result:
-    """Return the result of an experiment, which is in ``root`` afterwards.
-
-    Args:
-        workbench: Where data and weights are, for an experiment whose components this process has not built.
-        wait: For another process that computes the same; else `Busy` is raised.
-    """
-    return ExperimentRunner(RunSettings(root, every, force, keep_outputs), workbench).run(experiment, progress, wait)
-
-
 class ExperimentRunner:
     """Runs experiments, one after the other, with one store.
 
@@ -80,7 +60,10 @@ class ExperimentRunner:
         self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
     def run(self, experiment: Experiment, progress: Progress | None = None, wait: bool = True) -> Result:
-        """Return the result of an experiment; see `run_experiment`."""
+        """Return the result of an experiment, which is in the store afterwards.
+
+        ``wait``: for another process that computes the same; else `Busy` is raised.
+        """
         settings, folder = self.settings, self.store.root / experiment.id
         streams = {} if settings.force else self._stored(experiment)
         memory: Mapping[int, Record] = {}

@@ -1,7 +1,7 @@
 """An experiment is plain data, and its id is a hash of it.
 
 experiment = Experiment.of("live-mnist-c", "compact", "gli-f", "tribe", seeds=(0, 1))
-result = run_experiment(experiment, "runs")    # tribe.experiments.execution: from the store, or computed
+(result,) = run_all([experiment], "runs")      # tribe.experiments.parallel: from the store, or computed
 result.error()                                 # mean instance error over its seeds
 """
 

@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
-import json
 import os
 import queue
 import socket
@@ -50,11 +49,6 @@ class Failure:
     experiment: Experiment
     reason: str
     attempts: int
-
-    def __str__(self) -> str:
-        times = f"{self.attempts} times" if self.attempts > 1 else "once"
-        spec = json.dumps(self.experiment.json(), sort_keys=True)
-        return f"experiment {self.experiment.id} was tried {times} and failed: {self.reason}. It is {spec}"
 
 
 def run_all(

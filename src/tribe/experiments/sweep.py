@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from tribe.experiments.parallel import Failure
@@ -119,7 +120,7 @@ def predicted_classes(record: Record) -> float:
 
 def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float]) -> float:
     """Return the mean of a number over records; NaN if there are none, or one does not have it."""
-    return math.fsum(map(of, records)) / len(records) if records else math.nan
+    return fmean(map(of, records)) if records else math.nan
 
 
 # -- the outcome ------------------------------------------------------------------------------------------------------

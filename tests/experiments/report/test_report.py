@@ -13,12 +13,12 @@ import torch
 import tribe
 import tribe.experiments.record
 from commands import tribe_command
+from grid import run_experiment
 from places import ROOT
 from reproduction.keep import keep as keep_results
 from tribe import metrics
 from tribe.data import scenarios
 from tribe.experiments import report, store
-from tribe.experiments.execution import run_experiment
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Watched
 from tribe.experiments.report import groups

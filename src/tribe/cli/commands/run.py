@@ -7,6 +7,7 @@ and a run that was killed goes on from its checkpoint.
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -131,7 +132,7 @@ def _show(
     """Print the table, and write summary and chart."""
     cells = {name: output.result_cells(result) for name, result in results.items()}
     for i, key in enumerate(output.ERRORS if len(results) > 1 else ()):  # the lowest are bold
-        means = {name: output.mean(result.values(key)) for name, result in results.items()}
+        means = {name: fmean(result.values(key)) for name, result in results.items()}
         for name, mean in means.items():
             cells[name][i].stylize("bold" if mean == min(means.values()) else "")
     console.print(output.make_table(["method"], output.HEADER, ([name, *row] for name, row in cells.items())))
