@@ -1,7 +1,7 @@
 """Norm rules: how a normalisation layer turns the moments of a batch into statistics. A rule, not a layer.
 
-To add one, put a file beside this one: a frozen dataclass with `@register("name")` that holds configuration only. It
-imports what it needs from here. See CONTRIBUTING.
+To add one, put a file beside this one: a `NormRule`, a frozen dataclass with `@register("name")` that holds
+configuration only. It imports what it needs from here. See CONTRIBUTING.
 """
 
 from typing import ClassVar
