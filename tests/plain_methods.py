@@ -173,7 +173,12 @@ def sar(net, xs, method):
     return outputs, learned(weights, biases) | {"mean": torch.tensor(mean, dtype=weights[0].dtype)}
 
 
-def roid(net, xs, method):
+def towards_source(method, parameters, start):
+    for now, then in zip(parameters, start, strict=True):
+        now.copy_(method.alpha * now + (1 - method.alpha) * then)
+
+
+def roid(net, xs, method, ensemble=towards_source):
     """ROID (WACV 2024) without its prior."""
     module, weights, biases = ordinary(net)
     parameters = [*weights, *biases]
@@ -201,11 +206,35 @@ def roid(net, xs, method):
         loss.backward()
         step.step()
         with torch.no_grad():
-            for now, then in zip(parameters, start, strict=True):
-                now.copy_(method.alpha * now + (1 - method.alpha) * then)
+            ensemble(method, parameters, start)
         mean = method.beta * mean + (1 - method.beta) * p.mean(0)
         outputs.append(p)
     return outputs, learned(weights, biases) | {"mean": mean}
+
+
+def cmf(net, xs, method):
+    """CMF (ICLR 2024): ROID with a Kalman filter in place of its ensemble, a number at a time."""
+    hidden, v = [], 0.0
+    gain = method.q * sum(slot.channels for slot in net.slots) * 2 / 38400  # scales and shifts
+
+    def ensemble(method, parameters, start):
+        nonlocal hidden, v
+        hidden = hidden or [p.tolist() for p in start]
+        v = method.alpha**2 * v + gain
+        beta = max((1 - gain) / (v + 1 - gain), 0.89)
+        beta = beta if beta < 0.9999 else 1.0
+        v = beta * v
+        for h, learned, source in zip(hidden, parameters, start, strict=True):
+            for i in range(len(h)):
+                predicted = method.alpha * h[i] + (1 - method.alpha) * float(source[i])
+                h[i] = beta * predicted + (1 - beta) * float(learned[i])
+                learned[i] = method.gamma * learned[i] + (1 - method.gamma) * h[i]
+
+    outputs, named = roid(net, xs, method, ensemble)
+    numbers = [torch.tensor(h, dtype=xs[0].dtype) for h in hidden]
+    half = len(numbers) // 2
+    named |= learned(numbers[:half], numbers[half:], "hidden.") | {"variance": torch.tensor(v, dtype=xs[0].dtype)}
+    return outputs, named
 
 
 def in_pieces(image, patches, order):

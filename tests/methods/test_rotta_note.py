@@ -8,47 +8,31 @@ import torch
 from torch import Tensor
 
 import tribe
+from method_runs import darker, even_network, varied
 from tribe.core.backbone import Backbone
 from tribe.core.memory import images as pictures
-from tribe.core.rules import Frozen
 from tribe.core.state import leaves, stream
 from tribe.methods.note import Note
 from tribe.methods.rotta import Rotta
-from tribe.testing import CLASSES, images, small_network
+from tribe.testing import CLASSES, small_network
 
 
-def flipped(x: Tensor) -> Tensor:
-    return 0.9 * x.flip(-1) + 0.05
-
-
-def network(dtype: torch.dtype = torch.float64) -> Backbone:
+def network() -> Backbone:
     """The contract's network with a classifier that predicts all classes, so that memories have something to decide."""
-    model = small_network(dtype=torch.float64)
-    with torch.no_grad():
-        model[-1].bias -= model(shots(200, seed=1)[0]).mean(0)
-    return Backbone(model.to(dtype))
+    return even_network([shots(200)])
 
 
 def rotta(**fields: Any) -> Rotta:
-    return Rotta(**{"classes": CLASSES, "size": 10, "every": 10, "room": 192, "augment": flipped, **fields})
+    return Rotta(**{"classes": CLASSES, "size": 10, "every": 10, "room": 192, "augment": darker, **fields})
 
 
 def note(**fields: Any) -> Note:
     return Note(**{"classes": CLASSES, "size": 10, "room": 192, "lr": 1e-2, **fields})
 
 
-def shots(count: int, streams: int = 1, seed: int = 0) -> Tensor:
-    """Images of very different colours, that fade to one side."""
-    g = torch.Generator().manual_seed(seed)
-    x = images(streams, count, seed, torch.float64)
-    gain, slope = torch.randn(2, streams, count, 3, 1, 1, generator=g, dtype=torch.float64)
-    return (x * (1 + gain) + slope * torch.linspace(-1, 1, 8, dtype=torch.float64)).clamp(0, 1)
-
-
-def test_the_network_of_these_tests_predicts_all_classes() -> None:
-    net = network()
-    labels = net(shots(64), *net.source(), Frozen()).logits.argmax(-1)
-    assert torch.bincount(labels[0], minlength=CLASSES).min() >= 4
+def shots(count: int, streams: int = 1) -> Tensor:
+    """Images of very different colours."""
+    return torch.cat([torch.cat(varied(1, batch=count, first=seed), 1) for seed in range(streams)])
 
 
 def play(method: Any, net: Backbone, x: Tensor, batch: int, valid: Tensor | None = None, seed: int = 0) -> Any:
@@ -65,9 +49,6 @@ def gap(a: Any, b: Any) -> float:
     """The largest difference between two states, reports aside, which are in float32."""
     mine, other = ({k: t.double() for k, t in leaves(s).items() if not k.startswith("info.")} for s in (a, b))
     return max(float((mine[k] - other[k]).abs().max()) for k in mine)
-
-
-# -- RoTTA ------------------------------------------------------------------------------------------------------------
 
 
 def test_rotta_plays_one_image_at_a_time_as_it_plays_batches() -> None:
@@ -119,12 +100,6 @@ def test_rotta_tells_how_far_the_network_it_predicts_with_has_moved() -> None:
     expected = (deployed - origin).norm() / origin.norm()
     assert expected > 1e-4
     assert float(state.info.distance) == pytest.approx(float(expected), rel=1e-5)
-
-
-# -- NOTE -------------------------------------------------------------------------------------------------------------
-
-
-# -- both -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [rotta, note])

@@ -292,38 +292,6 @@ def test_sotta_learns_nothing_from_images_it_is_not_sure_of():
     assert float(state.info.trusted) == 0
 
 
-# -- CMF --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("q", "beta_at_last"), [(0.005, 1.0), (500.0, 0.89), (50.0, None)])
-def test_cmf_is_roid_with_a_filter(q, beta_at_last):
-    """ROID without its ensemble takes the steps; the filter is computed here, a number at a time."""
-    net, xs = network(), batches(6, batch=9)
-    method = methods.create("cmf", classes=4, lr=0.05, augment=darker, q=q, gamma=0.7, alpha=0.9)
-    outputs, state = play(method, net, xs)
-    roid = methods.create("roid", classes=4, lr=0.05, augment=darker, alpha=1.0)
-    other = roid.init(net)
-    source = torch.cat(net.source()[0], 1)[0].tolist()
-    hidden, v, gain = list(source), 0.0, q * 28 / 38400  # 28 scales and shifts
-    for x, y in zip(xs, outputs, strict=True):
-        expected, other = roid.step(net, other, x)
-        torch.testing.assert_close(y, expected, rtol=0, atol=1e-9)
-        learned = torch.cat(other.affine, 1)[0].tolist()
-        v = 0.9**2 * v + gain
-        beta = max((1 - gain) / (v + 1 - gain), 0.89)
-        beta = beta if beta < 0.9999 else 1.0
-        v = beta * v
-        for i in range(28):
-            hidden[i] = beta * (0.9 * hidden[i] + 0.1 * source[i]) + (1 - beta) * learned[i]
-            learned[i] = 0.7 * learned[i] + 0.3 * hidden[i]
-        moved = torch.tensor([learned], dtype=DOUBLE)
-        other = other._replace(affine=type(other.affine)(moved[:, :14], moved[:, 14:]))
-    torch.testing.assert_close(torch.cat(state.affine, 1), moved, rtol=0, atol=1e-9)
-    torch.testing.assert_close(torch.cat(state.hidden, 1)[0], torch.tensor(hidden, dtype=DOUBLE), rtol=0, atol=1e-9)
-    assert float(state.variance) == pytest.approx(v)
-    assert beta == beta_at_last if beta_at_last is not None else 0.89 < beta < 0.99
-
-
 # -- BDN --------------------------------------------------------------------------------------------------------------
 
 
