@@ -1,4 +1,4 @@
-"""What commands print: results, tables and JSON on stdout; errors, warnings and progress on stderr."""
+"""Print results, tables and JSON on stdout; errors, warnings and progress on stderr."""
 
 import contextlib
 import json
