@@ -77,12 +77,9 @@ class WeightLayout:
     def pack(self, named: Mapping[str, Tensor]) -> Parameters:
         """Return parameters (1, ...) from the tensors of a model's state dict."""
         like = self.net.origin.state.affine.weight
-        missing = [name for name in self.names() if name not in named]
-        wrong = [name for name, shape in self.names().items() if name in named and named[name].shape != shape]
-        if missing or wrong:
-            raise ValueError(
-                f"the tensors are not of this network: {', '.join((missing + wrong)[:4])} missing or of another shape"
-            )
+        wrong = [name for name, shape in self.names().items() if name not in named or named[name].shape != shape]
+        if wrong:
+            raise ValueError(f"the tensors are not of this network: {', '.join(wrong[:4])} missing or of another shape")
 
         def affine(field: str, default: float) -> Tensor:
             columns = [

@@ -83,7 +83,6 @@ class Backbone(nn.Module):
 
     >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 5)))
     >>> affine, stats = net.source(rows=2)
-    >>> from tribe.core.rules import Frozen
     >>> net(torch.rand(2, 7, 3, 8, 8), affine, stats, Frozen()).logits.shape
     torch.Size([2, 7, 5])
     """
@@ -142,10 +141,9 @@ class Backbone(nn.Module):
         if self.outputs is not None:
             raise ValueError(f"this network is restricted to {count} outputs already; restrict the whole one")
         if len(kept) < 2 or len(set(kept)) < len(kept) or min(kept) < 0 or (count is not None and max(kept) >= count):
-            some = f"{min(kept)} to {max(kept)}" if kept else "none"
+            below = count or "the number of outputs"
             raise ValueError(
-                f"outputs are two or more different numbers below {count or 'the number of outputs'}; got {len(kept)}, "
-                f"{some}"
+                f"outputs are two or more different numbers below {below}; got {kept[:4]}, {len(kept)} of them"
             )
         copied = copy.deepcopy(self)
         copied.outputs = torch.tensor(kept, device=self.device)

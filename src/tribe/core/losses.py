@@ -9,7 +9,6 @@ from tribe.core.moments import accumulation_dtype
 def entropy(logits: Tensor) -> Tensor:
     """Return entropy of softmax(logits) in nats: (..., K) -> (...).
 
-    >>> import torch
     >>> entropy(torch.zeros(4)).exp().round(decimals=4)
     tensor(4.)
     """
@@ -50,7 +49,6 @@ def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
 def mean_over(values: Tensor, counts: Tensor) -> Tensor:
     """Return mean over the last axis of the values where ``counts`` is True; 0, not NaN, where there is none.
 
-    >>> import torch
     >>> mean_over(torch.tensor([[1.0, 3.0], [5.0, 7.0]]), torch.tensor([[True, True], [False, False]]))
     tensor([2., 0.])
     """
