@@ -141,10 +141,9 @@ class Backbone(nn.Module):
         if self.outputs is not None:
             raise ValueError(f"this network is restricted to {count} outputs already; restrict the whole one")
         if len(kept) < 2 or len(set(kept)) < len(kept) or min(kept) < 0 or (count is not None and max(kept) >= count):
+            some = f"{min(kept)} to {max(kept)}" if kept else "none"
             below = count or "the number of outputs"
-            raise ValueError(
-                f"outputs are two or more different numbers below {below}; got {kept[:4]}, {len(kept)} of them"
-            )
+            raise ValueError(f"outputs are two or more different numbers below {below}; got {len(kept)}, {some}")
         copied = copy.deepcopy(self)
         copied.outputs = torch.tensor(kept, device=self.device)
         return copied
