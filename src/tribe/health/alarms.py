@@ -159,15 +159,9 @@ class Alarms:
     ) -> AlarmState:
         """Add what a method did with a batch. Frames that teach nothing say nothing of the method and are left out.
 
-        Args:
-            state: what `look` returned, as is the verdict.
-            verdict: the faults of the images.
-            output: the method's logits (S, B, K).
-            valid: which images count (S, B).
-            distance: how far the affine parameters have moved (S,), as in `Info`.
-            source: the source's logits (S, B, K), if they were computed.
-            known: for which images (S, B) they were; None: all.
-            reference: what is normal for the source; None: without the alarm "shift".
+        `look` returned the state and the verdict. ``output`` are the method's logits (S, B, K), ``source`` the source's
+        of the images that are ``known`` (S, B; None: all), and ``distance`` (S,) is how far the affine parameters have
+        moved. Without a ``reference`` there is no alarm "shift".
         """
         images = state.images + valid.sum(1)
         valid = valid & ~verdict.teaches_nothing

@@ -97,10 +97,7 @@ Listener = Callable[[Event], object]
 class AlarmLog:
     """Read new alarms from states, keep the last events, log them to ``tribe.health`` and call listeners.
 
-    Args:
-        method: what adapts; without a guard or ``health`` there is nothing to read.
-        listener: called with every event; more may be added to `listeners`. An error in one is logged and stops
-            nothing.
+    An error in a listener is logged and stops nothing. Without a guard or ``health`` there is nothing to read.
     """
 
     def __init__(self, method: AnyMethod, listener: Listener | None = None) -> None:

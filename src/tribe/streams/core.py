@@ -58,12 +58,8 @@ OWN_WEIGHTS = "each stream has weights of its own, which cannot be batched"
 class Streams:
     """Named states that adapt on one frozen network.
 
-    Args:
-        single: the name of the only entry, whose steps may write the next state into the memory of an earlier one.
-            None: entries are added by their names.
-        streams: the streams of each entry.
-
-    The other arguments are as for `tribe.fleet`.
+    Each entry has so many ``streams``. ``single`` is the name of an only entry, whose steps may write the next state
+    into the memory of an earlier one; else entries are added by their names. Other arguments are as for `tribe.fleet`.
     """
 
     def __init__(

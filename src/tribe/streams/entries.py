@@ -71,12 +71,7 @@ class ReadersLock(Lock):
 
 
 class EntryTable:
-    """All entries, the least recently used first.
-
-    Args:
-        device: where states are when they are used.
-        rows: the most states there; the others are in host memory.
-    """
+    """All entries, the least recently used first: at most ``rows`` states on the device, the others on the host."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.device, self.rows = device, rows
@@ -87,10 +82,7 @@ class EntryTable:
         """Add or replace entries, all at once.
 
         First the least recently used states move to the host, so that these fit. An error leaves all as they were.
-
-        Args:
-            changes: the entries by name.
-            keeps_frozen: whether entries stay frozen or not as they are now, which may have changed during a step.
+        With ``keeps_frozen`` entries stay frozen or not as they are now, which may have changed during a step.
         """
         new = dict(changes) if len(self.entries) + len(changes) <= self.rows else self._make_room(changes)
         with self.lock:
