@@ -17,7 +17,7 @@ from tribe.testing import images
 
 
 class Setting(NamedTuple):
-    """What a method and its plain loop play."""
+    """The stream and the network of a method and its plain loop."""
 
     xs: Callable[[], Any] = batches  # the batches of one stream
     net: Callable[..., Any] = network

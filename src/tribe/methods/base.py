@@ -44,7 +44,8 @@ class EntropyMethod(Method):
 
     Every batch is normalised with its own statistics. A subclass defines `per_image_loss`, or `objective` if its
     loss also chooses images or needs more than the predictions. A state with more fields than `EntropyState` has
-    `affine` and `adam` too; `follow` moves the rest of it.
+    `affine` and `adam` too; `follow` moves the rest of it. SGD is chosen by a field ``optimizer``, its options by
+    ``momentum`` and ``nesterov``.
     """
 
     lr: NotNegative = 1e-3  # learning rate
@@ -74,8 +75,12 @@ class EntropyMethod(Method):
         return losses.mean_over(self.per_image_loss(logits), batch.valid), None
 
     def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
-        """Take a step of the optimiser: Adam's."""
-        return optim.adam_step(state.affine, grads, state.adam, self.lr)
+        """Take a step of Adam, or of SGD if `optimizer` is "sgd"; the velocity is Adam's first moment."""
+        if getattr(self, "optimizer", "adam") == "adam":
+            return optim.adam_step(state.affine, grads, state.adam, self.lr)
+        options = {name: getattr(self, name) for name in ("momentum", "nesterov") if hasattr(self, name)}
+        moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, self.lr, **options)
+        return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
 
     def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Return the state after the step with all else that follows the batch, besides parameters and moments."""
@@ -100,14 +105,6 @@ class EntropyMethod(Method):
             new = select(trusted.any(1), new, state)
         new = self.follow(net, new, output, batch, trusted)
         return Update(output.logits, new, trusted, new.affine)
-
-
-def gradient_step(state: Any, grads: Affine, lr: float, optimizer: str, **sgd: Any) -> tuple[Affine, optim.Adam]:
-    """Take one step of "adam", or of "sgd", whose velocity is Adam's first moment; ``sgd``: options of `sgd_step`."""
-    if optimizer == "adam":
-        return optim.adam_step(state.affine, grads, state.adam, lr)
-    moved, velocity = optim.sgd_step(state.affine, grads, state.adam.first, lr, **sgd)
-    return moved, state.adam._replace(first=velocity, steps=state.adam.steps + 1)
 
 
 def mean_prediction(logits: Tensor, counts: Tensor) -> Tensor:

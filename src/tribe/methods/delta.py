@@ -21,7 +21,7 @@ from tribe.core.backbone import Output
 from tribe.core.state import select
 from tribe.fields import Share
 from tribe.methods import Affine, Backbone, Deployed, EntropyMethod, Frozen, Info, Key, ScreenedBatch, Stats, register
-from tribe.methods.base import gradient_step, mean_prediction
+from tribe.methods.base import mean_prediction
 from tribe.norms.renorm import Renorm
 
 
@@ -84,10 +84,6 @@ class Delta(EntropyMethod):
         each, trusted = self._losses(logits, batch.valid)
         weight = self._weights(logits.detach(), state.mean, batch.valid)
         return losses.mean_over(weight * each, trusted), trusted
-
-    def descend(self, net: Backbone, state: DeltaState, grads: Affine) -> tuple[Affine, optim.Adam]:
-        """Take a step of Adam, or of SGD with momentum."""
-        return gradient_step(state, grads, self.lr, self.optimizer)
 
     def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Let statistics and frequencies follow the batch."""

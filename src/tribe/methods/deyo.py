@@ -24,7 +24,6 @@ from tribe.core.moments import accumulation_dtype
 from tribe.core.state import tree_map
 from tribe.fields import Count, Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Key, ScreenedBatch, register
-from tribe.methods.base import gradient_step
 from tribe.methods.sar import Tail, adapted_channels
 
 SHUFFLE = 0x4445594F  # purpose of the draw, "DEYO" in ASCII
@@ -76,8 +75,7 @@ ICLR 2024"
 
     def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
         """Take a step in the layers that are not frozen."""
-        grads = tree_map(adapted_channels(net, self.frozen_tail).mul, grads)
-        return gradient_step(state, grads, self.lr, self.optimizer, momentum=self.momentum)
+        return super().descend(net, state, tree_map(adapted_channels(net, self.frozen_tail).mul, grads))
 
     @torch.no_grad()
     def _choose(

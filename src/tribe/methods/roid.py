@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tribe.core import losses, optim
+from tribe.core import losses
 from tribe.core.augment import Augment, View, view
 from tribe.core.backbone import Output
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import tree_map
 from tribe.fields import Positive, Share
 from tribe.methods import Affine, Backbone, EntropyMethod, ScreenedBatch, Update, register
-from tribe.methods.base import MeanState, gradient_step, mean_prediction
+from tribe.methods.base import MeanState, mean_prediction
 
 # NOTE: the paper's view has neither blur nor noise. It pads by reflection; `Augment` pads with edge values.
 VIEW = Augment(sigma=(0.001, 0.001), noise=0.0)
@@ -45,6 +45,7 @@ class Roid(EntropyMethod):
 correction, WACV 2024"
     per_class = "a mean prediction"
     output = "probabilities"
+    nesterov = True
     not_exportable_because = "the prior of each batch corrects its predictions"
     presets = {"imagenet": {"lr": 0.00025, "optimizer": "sgd"}}
 
@@ -74,10 +75,6 @@ correction, WACV 2024"
             seen = net(view(self.augment, batch.x, state.key), affine, stats, norm, valid=chosen).logits
             each = each + losses.symmetric_cross_entropy(seen, logits)  # the gradient flows through both
         return losses.mean_over(torch.where(chosen, weight * each, 0), batch.valid), chosen
-
-    def descend(self, net: Backbone, state: Any, grads: Affine) -> tuple[Affine, optim.Adam]:
-        """Take a step of Adam, or of SGD with Nesterov's momentum."""
-        return gradient_step(state, grads, self.lr, self.optimizer, nesterov=True)
 
     def follow(self, net: Backbone, state: Any, output: Output, batch: ScreenedBatch, trusted: Tensor | None) -> Any:
         """Move the mean prediction, and the parameters a little back towards the source's."""

@@ -1,4 +1,4 @@
-"""What the checks share: equal runs, states that are saved, watched random generators, documentation."""
+"""Helpers of all checks: equal runs, states that are saved, watched random generators, documentation."""
 
 import inspect
 import random
