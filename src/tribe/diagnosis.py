@@ -280,9 +280,7 @@ def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
 
 
 @torch.no_grad()
-def _first_shift(
-    net: Backbone, x: Tensor, called: set[str] | None = None
-) -> tuple[float | None, Tensor, Tensor | None]:
+def _first_shift(net: Backbone, x: Tensor, called: set[str]) -> tuple[float | None, Tensor, Tensor | None]:
     """Return the shift of a batch at the first BatchNorm, with the logits and features.
 
     The shift is the distance of the mean in the source's deviations plus the log ratio of the deviations, averaged
@@ -290,7 +288,6 @@ def _first_shift(
     the network calls.
     """
     shifts: list[float] = []
-    called = set() if called is None else called
 
     def slot_hook(slot: Slot, received: Tensor) -> None:
         called.add(slot.name)
@@ -318,7 +315,7 @@ def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]
         mean, std = (x.new_tensor(v).view(3, 1, 1) for v in IMAGENET)
         others["normalised with ImageNet's mean and std"] = (x - mean) / std
         others["un-normalised (times ImageNet's std plus its mean)"] = x * std + mean
-    shifts = {name: _first_shift(net, other)[0] for name, other in others.items()}
+    shifts = {name: _first_shift(net, other, set())[0] for name, other in others.items()}
     scores = {name: math.inf if value is None else value for name, value in shifts.items()}
     best = min(scores, key=scores.__getitem__)
     if shift > OFF and scores[best] < shift / 2:

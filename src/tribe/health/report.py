@@ -1,4 +1,4 @@
-"""What streams report to people: what each has learned, how it does, and its alarms.
+"""Report on streams to people: the images that each has learned from, its health, and its alarms.
 
 The alarms are tensors in the state of what watches a stream (see `tribe.health.alarms`). `AlarmLog` turns what is new
 in them into `Event`s, for adapters, fleets and the server.
