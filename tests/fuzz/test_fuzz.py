@@ -20,7 +20,7 @@ import tribe
 from limited import run_limited
 from tribe import datasets
 from tribe.data.datasets import manifest
-from tribe.data.datasets.manifest import Block, Manifest
+from tribe.data.datasets.manifest import Manifest
 from tribe.data.images import read_image
 from tribe.data.models import weights
 from tribe.experiments.record import Record
@@ -55,7 +55,7 @@ def write_state(path):
 
 
 def write_manifest(path):
-    blocks = {"fog@5": Block("0" * 64, "cpu", "2", "1")}
+    blocks = {"fog@5": {"sha256": "0" * 64, "device": "cpu", "torch": "2", "tribe": "1"}}
     manifest.write_manifest(path.parent, Manifest("cifar10", 3, "0" * 64, 0, "common", "down", blocks))
 
 

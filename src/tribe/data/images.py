@@ -68,10 +68,8 @@ def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: in
     Colours with 16 bits a channel are reduced to eight, as Pillow does, and so is greyscale with alpha. Greyscale with
     16 bits and without alpha is refused, because Pillow would turn every value above 255 into white.
 
-    Args:
-        path: the file.
-        resize: length of the shorter side, bilinear with antialiasing, like torchvision's Resize on Pillow images.
-        crop: side of a square cut from the middle, like torchvision's CenterCrop; black where the image is smaller.
+    ``resize`` is the length of the shorter side, bilinear with antialiasing, as torchvision's Resize does;
+    ``crop`` the side of a square cut from the middle, like torchvision's CenterCrop, black where the image is smaller.
     """
     pillow = require_pillow("reading images")
     try:

@@ -63,9 +63,8 @@ def parse(content: bytes | str, schema: Schema, place: str, advice: str = "") ->
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        raise ValueError(
-            _with_advice(f"{place} is damaged: it is not JSON, or it was cut short ({reason})", advice)
-        ) from None
+        text = f"{place} is damaged: it is not JSON, or it was cut short ({reason})"
+        raise ValueError(f"{text}. {advice}" if advice else text) from None
     return check(value, schema, place, advice)
 
 
@@ -76,12 +75,8 @@ def check(value: Any, schema: Schema, place: str, advice: str = "") -> Any:
     except SchemaMismatch as error:
         name = ".".join(error.place) or "it"
         text = f"{place} is damaged: {name} is {error.shown}; expected {error.expected}"
-        raise ValueError(_with_advice(text, advice)) from None
+        raise ValueError(f"{text}. {advice}" if advice else text) from None
     return value
-
-
-def _with_advice(text: str, advice: str) -> str:
-    return f"{text}. {advice}" if advice else text
 
 
 TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # what messages call a type, and whether a value is of it
@@ -98,18 +93,19 @@ TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {  # what messages call a 
 
 def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
     """Raise a `SchemaMismatch` for the first part of a value that is not of its schema."""
+    expected, holds = _kind(schema)
     if isinstance(schema, Where):
         _check(value, schema.schema, place)
     elif isinstance(schema, tuple):
-        deepest = SchemaMismatch(place, _expected(schema), _shown(value))
+        deepest = SchemaMismatch(place, expected, _shown(value))
         for one in schema:
             try:
                 return _check(value, one, place)
             except SchemaMismatch as error:
                 deepest = max(deepest, error, key=lambda mismatch: len(mismatch.place))
         raise deepest
-    if not _is(value, schema):
-        raise SchemaMismatch(place, _expected(schema), _shown(value))
+    if not holds(value):
+        raise SchemaMismatch(place, expected, _shown(value))
     if isinstance(schema, dict):
         for name, item in value.items() if ... in schema else ():
             _check(item, schema[...], (*place, name if len(name) <= 40 and name.isprintable() else _shown(name)))
@@ -117,29 +113,23 @@ def _check(value: Any, schema: Schema, place: tuple[str, ...]) -> None:
             if key is not ... and (name := key.removesuffix("?")) in value:
                 _check(value[name], inner, (*place, name))
             elif key is not ... and name == key:
-                raise SchemaMismatch((*place, name), _expected(inner), "missing")
+                raise SchemaMismatch((*place, name), _kind(inner)[0], "missing")
     elif isinstance(schema, list):
         for i, item in enumerate(value):
             _check(item, schema[0], (*place, str(i)))
 
 
-def _is(value: Any, schema: Schema) -> bool:
-    """Whether a value is of a schema, its parts aside."""
+def _kind(schema: Schema) -> tuple[str, Callable[[Any], bool]]:
+    """Return what messages call a schema, and the test whether a value is of it, its parts aside."""
     if isinstance(schema, Where):
-        return schema.holds(value)
-    if isinstance(schema, set | frozenset):
-        return any(type(value) is type(one) and value == one for one in schema)
-    return TYPES[type(schema) if isinstance(schema, dict | list) else schema][1](value)
-
-
-def _expected(schema: Schema) -> str:
-    if isinstance(schema, Where):
-        return schema.expected
+        return schema.expected, schema.holds
     if isinstance(schema, tuple):
-        return " or ".join(map(_expected, schema))
+        kinds = [_kind(one) for one in schema]
+        return " or ".join(expected for expected, _ in kinds), lambda value: any(holds(value) for _, holds in kinds)
     if isinstance(schema, set | frozenset):
-        return " or ".join(sorted(map(repr, schema)))
-    return TYPES[type(schema) if isinstance(schema, dict | list) else schema][0]
+        same = " or ".join(sorted(map(repr, schema)))
+        return same, lambda value: any(type(value) is type(one) and value == one for one in schema)
+    return TYPES[type(schema) if isinstance(schema, dict | list) else schema]
 
 
 def _shown(value: Any) -> str:

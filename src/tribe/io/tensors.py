@@ -144,11 +144,10 @@ def _checked(
     if metadata.get("digest") != content_digest(metadata, tensors):
         raise kind.error(f"{path} is damaged: it does not hold what was saved. {kind.advice}")
     try:
-        header = {name: _decode(name, metadata[name], schema) for name, schema in kind.fields.items()}
+        header = {
+            name: metadata[name] if schema is str else json_files.parse(metadata[name], schema, name)
+            for name, schema in kind.fields.items()
+        }
     except (KeyError, ValueError) as error:
         raise kind.error(f"{path} is damaged: its header cannot be read ({error}). {kind.advice}") from error
     return header, tensors
-
-
-def _decode(name: str, text: str, schema: Schema) -> Any:
-    return text if schema is str else json_files.parse(text, schema, name)

@@ -44,10 +44,6 @@ class Draw:
     """Random numbers for N images, one row each: a function of index, seed, corruption and severity.
 
     Each call gives new numbers, independent of the earlier calls.
-
-    >>> draw = Draw(Key(seed=torch.tensor([0, 0]), clock=torch.tensor([3, 8])), "common/fog@1")
-    >>> draw.uniform((4, 4)).shape, draw.integers(-1, 1, ()).shape
-    (torch.Size([2, 4, 4]), torch.Size([2]))
     """
 
     key: Key

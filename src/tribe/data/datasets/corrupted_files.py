@@ -6,7 +6,7 @@ import io
 import os
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from tribe.data.datasets import create
 from tribe.data.datasets.files import data_root, open_images
 from tribe.data.datasets.imagenet import ImageNet
 from tribe.data.datasets.imagenet_c import ImageNetC
-from tribe.data.datasets.manifest import Block
 from tribe.data.datasets.npy_sets import SEVERITY, Cifar10C, Cifar100C, MnistC
 from tribe.data.images import LARGEST_FILE, cores, read_image, require_pillow
 from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
@@ -100,9 +99,9 @@ class NpyFiles:
             if not path.is_file() or path.read_bytes() != content:
                 write_atomically(path, content)
 
-    def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
+    def missing(self, domain: str, block: Mapping[str, str] | None) -> NDArray[np.bool_]:
         """Return all images, unless the block is listed and has the bytes that were written."""
-        intact = block is not None and self._mapped(domain) is not None and self.sha256(domain) == block.sha256
+        intact = block is not None and self._mapped(domain) is not None and self.sha256(domain) == block["sha256"]
         return np.full(self.count, not intact)
 
     def write(self, domain: str, index: Tensor, pixels: NDArray[np.uint8]) -> None:
@@ -184,7 +183,7 @@ class JpegFiles:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self._folder(domain))
 
-    def missing(self, domain: str, block: Block | None) -> NDArray[np.bool_]:
+    def missing(self, domain: str, block: Mapping[str, str] | None) -> NDArray[np.bool_]:
         """Return which images have to be made; of a domain that is not listed, a file may be cut short."""
         places = [self._place(domain, path) for path in self.paths]
         return ~np.array(list(self.threads.map(Path.is_file if block else _is_whole, places)))

@@ -117,8 +117,7 @@ class Folder:
             return read(path, LARGEST_FILE)
         except OSError as error:
             if self.unreadable == "raise":
-                reason = error.strerror or error
-                raise ImageFileError(f"{path} cannot be read as an image: {reason}; {SKIP}") from error
+                raise ImageFileError(f"{path} cannot be read as an image: {error.strerror}; {SKIP}") from error
             return UNREADABLE
 
     @property

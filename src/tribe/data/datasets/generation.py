@@ -22,12 +22,10 @@ from tribe.core.precision import choose_device
 from tribe.data.corruptions import apply, family_for
 from tribe.data.datasets.corrupted import functions_of, to_bytes
 from tribe.data.datasets.corrupted_files import BENCHMARKS, JpegFiles, NpyFiles, chunk_size
-from tribe.data.datasets.manifest import FILE, Block, Manifest, is_published, read_manifest, write_manifest
+from tribe.data.datasets.manifest import FILE, Manifest, is_published, read_manifest, write_manifest
 from tribe.fields import require
 from tribe.io.files import CannotWrite, exclusive, explain_failure, room_for
 from tribe.registry import nearest
-
-DEFAULT_SEVERITY = 5
 
 
 class GenerationProgress:
@@ -77,7 +75,7 @@ def generate(
     benchmark = BENCHMARKS[dataset]
     names = benchmark.corruptions if corruptions is None else tuple(dict.fromkeys(corruptions))
     functions_of(dataset, names)  # raises an error for an unknown corruption
-    chosen = sorted(set(severities or (DEFAULT_SEVERITY,)))
+    chosen = sorted(set(severities or (5,)))
     if strange := [severity for severity in chosen if severity not in benchmark.severities]:
         single = f"MNIST-C has a single strength, which is called severity {benchmark.severities[0]}"
         expected = single if len(benchmark.severities) == 1 else "a severity is 1, 2, 3, 4 or 5"
@@ -108,13 +106,11 @@ def generate(
             files.sync([domain for domain in group if domain in made])
             for domain in group:
                 if domain not in manifest.blocks:
-                    block = Block(files.sha256(domain), place.type, torch.__version__, __version__)
-                    manifest = write_manifest(folder, replace(manifest, blocks={**manifest.blocks, domain: block}))
+                    made_by = {"device": place.type, "torch": torch.__version__, "tribe": __version__}
+                    blocks = {**manifest.blocks, domain: {"sha256": files.sha256(domain), **made_by}}
+                    manifest = write_manifest(folder, replace(manifest, blocks=blocks))
                     progress.finish(domain)
     return Summary(folder, made, there, files.count, time.perf_counter() - started)
-
-
-# -- corrupting -------------------------------------------------------------------------------------------------------
 
 
 def _corrupt(
@@ -145,9 +141,6 @@ def _corrupt(
                     progress.advance(domain, len(rows))
 
 
-# -- the folder and its manifest --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[Path]:
     """Make a folder and hold an exclusive lock on it."""
@@ -166,10 +159,8 @@ def _open_manifest(folder: Path, fresh: Manifest, force: bool) -> Manifest:
     The manifest is written before any image: without it an incomplete folder would count as published.
     """
     if is_published(folder) and not force:
-        raise ValueError(
-            f"{folder} holds files but no {FILE}, like the published archive: use another --out, or --force to write "
-            "over them"
-        )
+        held = f"{folder} holds files but no {FILE}, like the published archive"
+        raise ValueError(f"{held}: use another --out, or --force to write over them")
     try:
         manifest = read_manifest(folder)
     except ValueError:

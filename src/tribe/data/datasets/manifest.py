@@ -17,21 +17,7 @@ from tribe.io.files import write_atomically
 
 FILE = "made.json"
 SCHEMA = 1
-FIELDS = {
-    **dict.fromkeys(("dataset", "clean", "family", "rounding"), str),
-    **dict.fromkeys(("images", "seed"), int),
-    "blocks": {...: dict.fromkeys(("sha256", "device", "torch", "tribe"), str)},
-}
-
-
-@dataclass(frozen=True)
-class Block:
-    """All clean images under one corruption at one severity."""
-
-    sha256: str  # of its bytes
-    device: str  # where it was made; the last bit of a pixel may differ between devices and versions
-    torch: str
-    tribe: str
+SETTINGS = {"dataset": str, "clean": str, "images": int, "seed": int, "family": str, "rounding": str}
 
 
 @dataclass(frozen=True)
@@ -44,11 +30,11 @@ class Manifest:
     seed: int
     family: str  # of the corruptions
     rounding: str  # of pixels to bytes, "nearest" or "down"
-    blocks: Mapping[str, Block] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # sha256, and where and by what it was made
 
     def difference(self, other: "Manifest") -> str | None:
         """Return how the settings of another manifest differ, as part of an error message."""
-        for name in ("dataset", "clean", "images", "seed", "family", "rounding"):
+        for name in SETTINGS:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{'clean set, sha256' if name == 'clean' else name} {mine}, not {theirs}"
@@ -59,12 +45,10 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Read the manifest of a folder; None if it has none, like a published archive."""
     path, advice = folder / FILE, f"Remove the folder {folder} and make it again"
     try:
-        fields = json_files.read(path, {"schema": {SCHEMA}, **FIELDS}, advice)
+        fields = json_files.read(path, {"schema": {SCHEMA}, **SETTINGS, "blocks": {...: {"sha256": str}}}, advice)
     except FileNotFoundError:
         return None
-    known = Block.__dataclass_fields__
-    blocks = {domain: Block(**{name: block[name] for name in known}) for domain, block in fields.pop("blocks").items()}
-    return Manifest(**{name: fields[name] for name in FIELDS if name in fields}, blocks=blocks)
+    return Manifest(**{name: fields[name] for name in (*SETTINGS, "blocks")})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:

@@ -62,7 +62,7 @@ class NpyImages(ABC):
         self._block(domain)
         name, _, severity = domain.partition("@")
         manifest = read_manifest(self._folder)
-        return None if manifest is None else manifest.blocks[f"{name}@{severity or SEVERITY}"].sha256
+        return None if manifest is None else manifest.blocks[f"{name}@{severity or SEVERITY}"]["sha256"]
 
     @cached_property
     def _blocks(self) -> dict[str, tuple[NDArray[Any], Tensor]]:

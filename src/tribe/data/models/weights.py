@@ -34,9 +34,6 @@ def find(model: str, dataset: str, root: str | PathLike[str] | None = None) -> P
     """Find the weights of a named network trained on a data set: under ``root``/weights, or in the package.
 
     ``root`` is the folder of all data sets; by default $TRIBE_DATA, else the user's cache directory.
-
-    >>> find("compact", "mnist", "anywhere").name
-    'compact_mnist.safetensors'
     """
     root = data_root() if root is None else Path(root)
     name = f"{model}_{dataset}.safetensors"
@@ -97,8 +94,9 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
             raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
     if path.suffix in (".pt", ".pth"):
         return _read_pt(path)
-    suffix = path.suffix or "no suffix"
-    raise WeightsError(f"{path}: expected weights in a .safetensors, .pt or .pth file; got {suffix}")
+    raise WeightsError(
+        f"{path}: expected weights in a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
+    )
 
 
 def check_card(path: Path) -> None:

@@ -256,9 +256,7 @@ class Gradual(Severities):
     imbalance: float | None = 100.0
     sigma: float | None = 0.1
 
-    paper = (
-        "Su et al., Towards Real-World Test-Time Adaptation, AAAI 2024, 'Evaluation on gradually changing corruptions'"
-    )
+    paper = "Su et al., Towards Real-World Test-Time Adaptation, AAAI 2024, on gradually changing corruptions"
 
     def visits(self, order: Sequence[int]) -> list[int]:
         """Return all domains at each severity."""

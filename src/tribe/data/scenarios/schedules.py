@@ -39,13 +39,7 @@ def played_labels(schedule: Schedule, labels: Sequence[Tensor]) -> Tensor:
 
 
 def class_counts(schedule: Schedule, labels: Sequence[Tensor], classes: int | None = None) -> Tensor:
-    """(D, K) how many samples of each class each domain plays, without those that have no label (-1).
-
-    >>> stream = Schedule(torch.tensor([0, 0, 1]), torch.tensor([2, 0, 1]), torch.zeros(3, dtype=torch.bool))
-    >>> class_counts(stream, [torch.tensor([0, 1, 1]), torch.tensor([0, 0])])
-    tensor([[1, 1],
-            [1, 0]])
-    """
+    """(D, K) how many samples of each class each domain plays, without those that have no label (-1)."""
     classes = classes or 1 + max(int(y.max()) for y in labels)
     y = played_labels(schedule, labels)
     cell = (schedule.domain * classes + y)[y >= 0]
