@@ -114,7 +114,7 @@ def test_five_minutes_from_nothing_to_three_adapting_streams_and_their_health(tm
         clocks = {name: shell.stream(name)["clock"] for name in ("motion_blur", "spatter", "rotate")}
         assert set(clocks.values()) == {20}
         answers = shell.run(look)
-        assert answers.count('"name": "rotate"') == 5
+        assert answers.count('"name":"rotate"') == 5
         net = tribe.models.load("compact", tribe.models.find("compact", "mnist"))
         assert tribe.load(tmp_path / "rotate.safetensors", net).info[0].steps == 20
     with shell.serving(serve.strip()):
