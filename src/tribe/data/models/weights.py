@@ -95,7 +95,7 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
     if path.suffix in (".pt", ".pth"):
         return _read_pt(path)
     raise WeightsError(
-        f"{path}: expected weights in a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
+        f"{path}: expected a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
     )
 
 

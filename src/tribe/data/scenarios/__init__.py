@@ -3,8 +3,6 @@
     scenario = tribe.scenarios.create("gli-f", imbalance=100, domains=("fog@5", "snow@5"))
     schedule = scenario.schedule([fog_labels, snow_labels], seed=425)
     schedule.domain, schedule.index                # sample t is image index[t] of scenario.domain_names[domain[t]]
-
-To add one, put a file beside this one: a frozen dataclass, a `Scenario`, with `@register("name")`. See CONTRIBUTING.
 """
 
 from tribe.core.state import digest
