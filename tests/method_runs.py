@@ -47,10 +47,10 @@ def darker(x):
     return x.flip(-1) * 0.8
 
 
-def play(method, net, xs, state=None, seed=0):
+def play(method, net, xs, state=None, seed=0, valid=None):
     state = method.init(net, len(xs[0]), seed) if state is None else state
     outputs = []
-    for x in xs:
-        y, state = method.step(net, state, x)
+    for i, x in enumerate(xs):
+        y, state = method.step(net, state, x, None if valid is None else valid[i])
         outputs.append(y)
     return outputs, state

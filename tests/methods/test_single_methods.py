@@ -1,6 +1,7 @@
 """Single methods at their edges; test_equations.py compares them with plain loops."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,19 +9,20 @@ import torch
 from torch import nn
 
 import plain_methods
-from method_runs import DOUBLE, batches, darker, network, play
+import tribe
+from method_runs import DOUBLE, batches, darker, even_network, network, play, varied
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods, models
-from tribe.core import rng
+from tribe.core import memory, rng
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
-from tribe.core.state import digest, stream
+from tribe.core.state import digest, leaves, stream
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.deyo import shuffled
 from tribe.methods.lame import nearest
 from tribe.methods.sar import adapted_channels
-from tribe.testing import images, informed
+from tribe.testing import CLASSES, images, informed, small_network
 
 # -- LAME -------------------------------------------------------------------------------------------------------------
 
@@ -306,3 +308,113 @@ def test_bdn_tells_domains_apart_at_the_published_layer_a_third_of_the_way_or_by
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.LayerNorm(16), nn.Linear(16, 4))
     with pytest.raises(ValueError, match=r"by the statistics of a BatchNorm layer, and the network has none"):
         methods.create("bdn", classes=4).init(Backbone(model))
+
+
+# -- RoTTA and NOTE --------------------------------------------------------------------------------------------------
+
+
+def rotta(**fields):
+    return methods.get("rotta")(
+        **{"classes": CLASSES, "size": 10, "every": 10, "room": 192, "augment": darker, **fields}
+    )
+
+
+def note(**fields):
+    return methods.create("note", **{"classes": 4, "size": 10, "room": 192, "lr": 1e-2, **fields})
+
+
+def shots(count, streams=1):
+    """Images of very different colours."""
+    return torch.cat([torch.cat(varied(1, batch=count, first=seed), 1) for seed in range(streams)])
+
+
+def gap(a, b):
+    """The largest difference between two states, reports aside, which are in float32."""
+    mine, other = ({k: t.double() for k, t in leaves(s).items() if not k.startswith("info.")} for s in (a, b))
+    return max(float((mine[k] - other[k]).abs().max()) for k in mine)
+
+
+def test_rotta_plays_one_image_at_a_time_as_it_plays_batches():
+    """With a teacher that stands still batches cannot matter, the random views included, which count updates."""
+    x = shots(64)
+    net = even_network([x])
+    method = rotta(alpha=0.0, nu=0.0, augment=tribe.core.augment.Augment())
+    states = [play(method, net, x.split(batch, 1))[1] for batch in (1, 7, 64)]
+    assert int(states[0].adam.steps) == 6
+    for state in states[1:]:
+        assert gap(state.student, states[0].student) < 1e-9
+        assert gap(state.memory, states[0].memory) < 1e-9
+        assert gap(state.adam, states[0].adam) < 1e-9
+
+
+@pytest.mark.parametrize("make", [partial(rotta, nu=0.1), partial(note, every=5)])
+def test_streams_out_of_phase_are_each_as_if_alone(make):
+    """Catches an update of one stream that touches another: they reach their updates at different times."""
+    x, method = shots(40, streams=3), make()
+    net = even_network([x])
+    valid = torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < torch.tensor([[1.0], [0.6], [0.3]])
+    y, state = play(method, net, x.split(8, 1), seed=4, valid=valid.split(8, 1))
+    assert len(set(state.adam.steps.tolist())) == 3
+    for i in range(3):
+        row = slice(i, i + 1)
+        z, alone = play(method, net, x[row].split(8, 1), seed=4 + i, valid=valid[row].split(8, 1))
+        assert all(torch.allclose(a[row], b, rtol=0, atol=1e-9) for a, b in zip(y, z, strict=True))
+        assert gap(stream(state, i, 3), alone) < 1e-9
+
+
+@pytest.mark.parametrize("make", [rotta, note])
+def test_padding_anywhere_in_a_batch_changes_nothing(make):
+    """Catches invalid images in the memory, in ages, in draws or in the count towards an update."""
+    x = shots(60)
+    net = even_network([x])
+    valid = torch.rand(1, 60, generator=torch.Generator().manual_seed(2)) < 0.6
+    method = make()
+    state, without = method.init(net), method.init(net)
+    for i in range(0, 60, 12):
+        part = slice(i, i + 12)
+        keep = valid[0, part]
+        y, state = method.step(net, state, x[:, part], valid[:, part])
+        z, without = method.step(net, without, x[:, part][:, keep])
+        assert float((y[:, keep] - z).abs().max()) < 1e-9
+    assert int(state.adam.steps) > 1
+    assert gap(state, without) < 1e-9
+
+
+def test_rotta_tells_how_far_the_network_it_predicts_with_has_moved():
+    net, method = even_network([shots(40)]), rotta(nu=0.25)
+    _, state = play(method, net, shots(40).split(20, 1))
+    origin, deployed = (torch.cat(affine, 1) for affine in (net.source()[0], method.deployed(net, state).affine))
+    expected = (deployed - origin).norm() / origin.norm()
+    assert expected > 1e-4
+    assert float(state.info.distance) == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [rotta, note])
+def test_a_stream_whose_images_change_their_shape_goes_on(make):
+    """Catches a memory that reads images of one shape as another."""
+    net, method = even_network([shots(25)]), make()
+    _, state = play(method, net, shots(25).split(5, 1))
+    small = shots(25)[..., :6]
+    _, state = play(method, net, small.split(5, 1), state)
+    assert int(state.memory.arrivals) == 50
+    kept = memory.images(state.memory, (3, 8, 6))[0, : int(state.memory.held)]
+    offered = small[0].flatten(1)
+    assert all(bool((offered == image.flatten()).all(1).any()) for image in kept)
+
+
+@pytest.mark.parametrize("name", ["rotta", "note"])
+def test_images_without_room_are_refused_and_nothing_is_lost(name):
+    adapter = tribe.adapt(small_network(), name, room=192)
+    adapter(torch.rand(4, 3, 8, 8))
+    before = adapter.digest()
+    with pytest.raises(ValueError, match=r"\(3, 9, 9\) have 243 values each; the memory has room for 192.*room=243"):
+        adapter(torch.rand(4, 3, 9, 9))
+    assert adapter.digest() == before
+    adapter(torch.rand(4, 3, 8, 8))
+
+
+def test_an_augmentation_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="augment is an Augment or a callable"):
+        rotta(augment=3)
+    with pytest.raises(ValueError, match=r"augment turned images of shape \(10, 3, 8, 8\) into \(10, 3, 8, 4\)"):
+        play(rotta(augment=lambda x: x[..., :4]), network(), [shots(10)])
