@@ -94,9 +94,7 @@ def read(path: str | PathLike[str], otherwise: str = "name another") -> dict[str
             raise WeightsError(f"{path} is not a safetensors file, or it was cut short ({error})") from error
     if path.suffix in (".pt", ".pth"):
         return _read_pt(path)
-    raise WeightsError(
-        f"{path}: expected a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}"
-    )
+    raise WeightsError(f"{path}: expected a .safetensors, .pt or .pth file; got {path.suffix or 'no suffix'}")
 
 
 def check_card(path: Path) -> None:
