@@ -22,7 +22,7 @@ from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.deyo import shuffled
 from tribe.methods.lame import nearest
 from tribe.methods.sar import adapted_channels
-from tribe.testing import CLASSES, images, informed, small_network
+from tribe.testing import images, informed, small_network
 
 # -- LAME -------------------------------------------------------------------------------------------------------------
 
@@ -314,9 +314,7 @@ def test_bdn_tells_domains_apart_at_the_published_layer_a_third_of_the_way_or_by
 
 
 def rotta(**fields):
-    return methods.get("rotta")(
-        **{"classes": CLASSES, "size": 10, "every": 10, "room": 192, "augment": darker, **fields}
-    )
+    return methods.create("rotta", **{"classes": 4, "size": 10, "every": 10, "room": 192, "augment": darker, **fields})
 
 
 def note(**fields):
