@@ -3,6 +3,8 @@
     scenario = tribe.scenarios.create("gli-f", imbalance=100, domains=("fog@5", "snow@5"))
     schedule = scenario.schedule([fog_labels, snow_labels], seed=425)
     schedule.domain, schedule.index                # sample t is image index[t] of scenario.domain_names[domain[t]]
+
+To add one, put a file beside this one with a subclass of `Scenario`; see CONTRIBUTING.
 """
 
 from tribe.core.state import digest
