@@ -69,7 +69,7 @@ docs: pages site  ## generate the pages that are made from code and results, the
 
 pages: $(INSTALLED)  ## generate the pages and drawings that are made from code and results
 	$(BIN)/python tests/test_layers.py
-	$(BIN)/python -m benchmarks.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
+	$(BIN)/python -m website.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
 	for study in time health guard networks; do $(BIN)/python -m studies.$$study.run --render; done
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
 

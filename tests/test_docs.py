@@ -163,7 +163,7 @@ assert all(len(rows) > 1 for rows in (METHOD_ROWS, FILTER_ROWS, VARIANT_ROWS)), 
 @pytest.mark.parametrize("name", METHOD_ROWS)
 def test_the_table_of_methods_says_what_is_measured(name):
     """`make docs` generates the page. A new method needs no row for the tests to pass; `make docs` adds it."""
-    from benchmarks.methods import NETWORKS, measured, megabytes
+    from website.methods import NETWORKS, measured, megabytes
 
     cells = METHOD_ROWS[name]
     forward, backward, adapts, keeps = measured(name)
@@ -174,7 +174,7 @@ def test_the_table_of_methods_says_what_is_measured(name):
 
 @pytest.mark.parametrize("name", FILTER_ROWS)
 def test_the_table_of_time_filters_says_what_they_are(name):
-    from benchmarks.methods import filter_row
+    from website.methods import filter_row
 
     assert [f"`{name}`", *FILTER_ROWS[name][1:]] == filter_row(name)
 
