@@ -1,7 +1,7 @@
-"""Measurements that the package does not need: a reference implementation to compare with, and occasional studies.
+"""Measurements of speed and memory that the package does not need.
 
 ``python -m benchmarks`` is ``tribe bench`` with the structure of the released code among the contenders. ``.growth``
-measures time and memory over a long run, ``.classes`` the cost of more classes, ``.operations`` counts launches without
-a GPU, ``.textbook`` compares TENT with a plain PyTorch version, ``.methods`` generates docs/methods.md, and
-``.gpu_session`` measures everything on a GPU.
+measures a long run, ``.classes`` more classes, ``.packed`` packed states, ``.fleet`` many streams, ``.serve`` and
+``.overload`` the server, ``.load`` a busy machine, and ``.file_streams`` images in files. ``.operations`` counts
+launches without a GPU, and ``.gpu_session`` and ``.resnet50`` measure a GPU.
 """

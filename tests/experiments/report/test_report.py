@@ -420,8 +420,8 @@ def test_results_without_records_are_shown(tmp_path):
     played = [p for group in runs.groups for row in group.rows for p in row.played]
     assert not runs.damaged
     assert not runs.repeated
-    found = {result.experiment.id: result for result in store.finished(ROOT / "results")}
-    assert len(played) == sum(len(result.streams) for result in found.values())
+    found = [result for folder in ("results", "results/later") for result in store.finished(ROOT / folder)]
+    assert len(played) == sum(len(result.streams) for result in found)
     folder = tmp_path / "some"
     folder.mkdir()
     lines = (ROOT / "results" / "mnist-c-cpu.jsonl").read_text()
