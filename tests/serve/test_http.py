@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import zlib
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -84,7 +85,8 @@ def test_every_control_of_a_stream(server):
         assert web.post(f"{url}/{action}").json()["name"] == "ctl"
     refused(web.post(f"{url}/reset", content=b'{"hard": true}'), 400, "hard")
     refused(web.post(f"{url}/rollback", content=b'{"to": "2h"}'), 400, "$.to")
-    refused(web.post(f"{url}/rollback", content=b"{"), 400, "JSON")
+    for wrong in (b"{", b'{"to": "\xff"}', b'{"to": ' + b"[" * 10_000):
+        refused(web.post(f"{url}/rollback", content=wrong), 400, "JSON")
     assert web.delete(url).status_code == 200
     refused(web.get(url), 404, "'ctl'")
     assert web.get(f"{server.url}/v1/streams").json()["model"] == "small"
@@ -115,14 +117,14 @@ def test_metrics_count_answers(server):
     refused(web.get(f"{server.url}/metrics?streams=true&streams=true"), 400, "twice")
 
 
-def test_an_unexpected_error_is_an_answer_and_is_counted(server, monkeypatch):
-    def fail(streams):
-        raise AttributeError("a mistake in the server")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(server.service.worker, "metrics_text", fail)
-        refused(web.get(f"{server.url}/metrics"), 500, "its log")
-    assert 'tribe_http_responses_total{status="500"} 1.0' in web.get(f"{server.url}/metrics").text
+def test_an_unexpected_error_is_an_answer_and_is_counted_and_logged(server, monkeypatch, caplog):
+    kinds = (AttributeError, ValueError, TimeoutError)  # the last two: not those of the network or of the store
+    for kind in kinds:
+        with monkeypatch.context() as patched:
+            patched.setattr(server.service.worker, "metrics_text", Mock(side_effect=kind("a mistake")))
+            refused(web.get(f"{server.url}/metrics"), 500, "its log")
+    assert 'tribe_http_responses_total{status="500"} 3.0' in web.get(f"{server.url}/metrics").text
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [*kinds]
 
 
 def test_a_server_that_stops_ends_its_open_streams_of_events():

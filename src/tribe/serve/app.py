@@ -310,7 +310,7 @@ class Handlers:
         if request.method == "POST":
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
-                arguments = msgspec.structs.asdict(decoder.decode(body.strip() or b"{}"))
+                arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
         if action == "create":
             await self.service.admit(name, request.user)
         elif action in ("drop", "end"):
@@ -333,10 +333,7 @@ class Handlers:
             content = await asyncio.to_thread(bytes, body)
             del body
             await self.service.admit(name, request.user)
-            try:
-                return as_json(await self.worker.control("put_state", name, data=content))
-            except ValueError as error:  # the state does not fit
-                raise errors.Conflict(str(error)) from error
+            return as_json(await self.worker.control("put_state", name, data=content))
 
     async def thumbnail(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""

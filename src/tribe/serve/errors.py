@@ -7,8 +7,10 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from tribe.serve.store import StoreDamaged
+from tribe.io.states import StateFileError
+from tribe.serve.store import StoreDamaged, StoreDown
 from tribe.streams import UnknownStream as UnknownStream
+from tribe.streams.names import WrongName
 
 
 class ServeError(Exception):
@@ -108,27 +110,30 @@ class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
-EXPECTED = (
-    *(ServeError, UnknownStream, msgspec.MsgspecError, RecursionError, ValueError, OSError, torch.OutOfMemoryError),
+EXPECTED = (  # a ValueError or an OSError of another type is a mistake in the server
+    *(ServeError, UnknownStream, WrongName, StateFileError, StoreDown, StoreDamaged),
+    *(msgspec.MsgspecError, torch.OutOfMemoryError),
 )
 SEE = "See the section Protocol of docs/serving.md"
 
 
 def as_serve_error(error: Exception) -> ServeError:
-    """Return an error of the worker, the network or the store as clients get it; others than `EXPECTED` say nothing."""
+    """Return an error as clients get it; others than `EXPECTED` say nothing."""
     match error:
         case ServeError():
             return error
         case UnknownStream():
             return NotFound(str(error))
+        case WrongName():
+            return BadRequest(str(error))
+        case StateFileError():
+            return Conflict(str(error))
+        case StoreDown():
+            return Unavailable(str(error))
         case StoreDamaged():
             return ServeError(str(error))
-        case msgspec.MsgspecError() | RecursionError():  # the latter: deeply nested JSON
+        case msgspec.MsgspecError():
             return BadRequest(f"the JSON or the query of the request cannot be read: {error}. {SEE}")
-        case ValueError():
-            return BadInput(str(error))
         case torch.OutOfMemoryError():
             return Unavailable(f"not enough memory for this request: {error}. Send fewer images")
-        case OSError():  # the store fails
-            return Unavailable(str(error))
     return ServeError("an unexpected error in the server; its log says more")

@@ -7,7 +7,7 @@ the request's ``binary_data_output`` is true. HTTP and gRPC share all that follo
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from tribe._version import __version__
 from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
 from tribe.streams.names import check_request_id, check_stream_name
 
+T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str  # a value of the parameters of an answer
 
@@ -176,7 +177,15 @@ def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_h
             "it, with the parameter binary_data_size"
         )
     view = memoryview(body)
-    return infer_request(HEAD.decode(view[:size]), view[size:], model, stream_header)
+    return infer_request(decode_json(view[:size], HEAD), view[size:], model, stream_header)
+
+
+def decode_json(content: Buffer, decoder: "msgspec.json.Decoder[T]") -> T:
+    """Return decoded JSON; also text that is not UTF-8, or is nested too deeply, raises an error of msgspec."""
+    try:
+        return decoder.decode(content)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(str(error)) from None
 
 
 def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_header: str | None) -> InferRequest:

@@ -21,7 +21,7 @@ from tribe.health import Event
 from tribe.methods.pipeline import Pipeline
 from tribe.serve.config import Policy
 from tribe.serve.controls import Controls
-from tribe.serve.errors import Unavailable, UnknownStream
+from tribe.serve.errors import BadInput, Unavailable, UnknownStream
 from tribe.serve.protocol import InferResult
 from tribe.serve.runtime import Runtime, StreamSession, read_reports
 from tribe.serve.scheduler import Job
@@ -272,7 +272,7 @@ class Worker:
         if not self.scheduler.answer(job) or job.reply.done():
             return
         if not isinstance(outcome, InferResult):
-            _refuse(job, outcome)
+            _refuse(job, BadInput(str(outcome)) if isinstance(outcome, ValueError) else outcome)
         elif now > job.deadline:
             _refuse(job, Unavailable(f"the answer was {now - job.deadline:.3f} s late", now - job.arrived))
         else:

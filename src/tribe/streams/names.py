@@ -13,22 +13,26 @@ NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._:@-]{{0,{MAX_NAME - 1}}}")
 NAME_RULE = f"1 to {MAX_NAME} of the characters A-Z a-z 0-9 . _ : @ - and begins with a letter or a digit"
 
 
+class WrongName(ValueError):
+    """A name of a stream or an id of a request that breaks the rule."""
+
+
 def check_stream_name(name: Any, noun: str = "the name of the stream") -> str:
-    """Return the name of a stream, or raise a ValueError that states the rule.
+    """Return the name of a stream, or raise a `WrongName` that states the rule.
 
     >>> check_stream_name("cam-1")
     'cam-1'
     """
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
         shown = f"{name[:40]!r}{'...' if len(name) > 40 else ''}" if isinstance(name, str) else repr(name)[:60]
-        raise ValueError(f"{noun} is {shown}; expected a name that has {NAME_RULE}")
+        raise WrongName(f"{noun} is {shown}; expected a name that has {NAME_RULE}")
     return name
 
 
 def check_request_id(request_id: Any) -> str:
-    """Return the id of a request, or raise a ValueError that states the rule."""
+    """Return the id of a request, or raise a `WrongName` that states the rule."""
     if not isinstance(request_id, str) or len(request_id) > MAX_REQUEST_ID or not request_id.isprintable():
-        raise ValueError(
+        raise WrongName(
             f"the id of the request is {str(request_id)[:40]!r}; expected at most {MAX_REQUEST_ID} printable characters"
         )
     return request_id
