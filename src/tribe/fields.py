@@ -136,8 +136,5 @@ def printable(text: str, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if _is_shown(c) or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_shown(character: str) -> bool:
-    return character.isprintable() or unicodedata.category(character) == "Zs"  # a space of any width
+    shown = {c for c in text if c.isprintable() or unicodedata.category(c) == "Zs"} | set(keep)  # Zs: spaces
+    return "".join(c if c in shown else c.encode("unicode_escape").decode() for c in text)

@@ -1,6 +1,7 @@
 """Memories: the slow loops on random streams, each rule case by case, and what a memory promises."""
 
 import math
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +13,7 @@ from tribe.core import memory, rng
 from tribe.core.memory import Reservoir, Timely
 from tribe.core.rng import Key
 
-CPU = torch.device("cpu")
+NETWORK: Any = SimpleNamespace(dtype=torch.float64, device=torch.device("cpu"))
 
 
 class Stream(NamedTuple):
@@ -44,11 +45,11 @@ def draw(
 
 
 def timely(size: int, streams: int = 1) -> Timely:
-    return memory.new_timely(streams, size, room=6, dtype=torch.float64, device=CPU)
+    return memory.new_timely(NETWORK, streams, size, 6)
 
 
 def reservoir(size: int, classes: int, streams: int = 1) -> Reservoir:
-    return memory.new_reservoir(streams, size, classes, room=6, dtype=torch.float64, device=CPU)
+    return memory.new_reservoir(NETWORK, streams, size, 6, classes)
 
 
 def arrive(held: Any, played: Stream, classes: int, seeds: Tensor, batch: int) -> Any:

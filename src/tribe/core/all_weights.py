@@ -41,11 +41,7 @@ class Parameters(NamedTuple):
 
 
 class WeightLayout:
-    """The position of each parameter in a row of P weights.
-
-    Args:
-        net: the network; all its parameters except those of slots.
-        without: types of layers whose parameters stay frozen.
+    """The position of each parameter, except those of slots and of layers ``without``, in a row of P weights.
 
     >>> net = Backbone(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 5)))
     >>> layout = WeightLayout(net, without=nn.Linear)

@@ -131,9 +131,6 @@ class Augment:
         return y.clamp_(0, 1).to(x.dtype)
 
 
-# --- colour: x (G, M, C, H, W) in [0, 1], f (G, 1, 1, 1, 1) -----------------------------------------------------------
-
-
 View = Augment | Callable[[Tensor], Tensor]  # a custom function takes and returns (B, ...)
 
 
@@ -149,10 +146,7 @@ def view(augment: View, x: Tensor, key: Key) -> Tensor:
     return torch.stack(views).to(x)
 
 
-def check_view(augment: object) -> None:
-    """Refuse an ``augment`` that is not callable."""
-    if not callable(augment):
-        raise TypeError(f"augment is an Augment or a callable Tensor -> Tensor; got {augment!r}")
+# --- colour: x (G, M, C, H, W) in [0, 1], f (G, 1, 1, 1, 1) -----------------------------------------------------------
 
 
 def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ then on; `Fusion.reason` says why.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tribe.core import convolution, kernels
 from tribe.core.kernels import Switch
 from tribe.core.moments import Epilogue, accumulation_dtype
-from tribe.core.slots import Pass, Slot, SlotHook, StatisticsSlot, full_precision, set_current_pass
+from tribe.core.slots import Slot, SourcePass, StatisticsSlot, full_precision, set_current_pass
 from tribe.core.state import flatten, tree_map
 
 RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
@@ -108,9 +108,7 @@ class Fusion:
         parts = ", ".join(f"{count} {words}" for words, count in counts.items() if count)
         return f"computed together with normalisation: {parts}"
 
-    def start(
-        self, model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
-    ) -> "FusedPass | None":
+    def start(self, model: nn.Module, images: Tensor, source_pass: SourcePass) -> "FusedPass | None":
         """Return the mode that fuses a pass; None if it is to be computed call by call."""
         if _switch is False or (_switch == "auto" and not kernels.can_run(images)):
             return None
@@ -132,9 +130,7 @@ class Fusion:
 
 
 @torch.no_grad()
-def _try(
-    model: nn.Module, images: Tensor, source_pass: Callable[[int, SlotHook | None], Pass]
-) -> tuple[FusionPlan | None, str | None]:
+def _try(model: nn.Module, images: Tensor, source_pass: SourcePass) -> tuple[FusionPlan | None, str | None]:
     """Return the plan of a network, or why there is none."""
     noise = torch.rand(2, *images.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
     form = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format

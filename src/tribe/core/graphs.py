@@ -56,12 +56,8 @@ def capture_refusal(method: Any, device: torch.device) -> str | None:
 class Steps:
     """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
 
-    Args:
-        method: the `tribe.methods.Method` that adapts.
-        net: the network, which must not be changed afterwards: a recording uses the addresses of its weights. Call
-            `use` if it moves.
-        graphs: True captures, or raises with the reason; "auto" captures where it can; False never captures.
-        deterministic: choose algorithms that give the same bits every time, see `tribe.core.precision.deterministic`.
+    The network must not be changed afterwards: a recording uses the addresses of its weights. Call `use` if it moves.
+    ``graphs``: True captures, or raises with the reason; "auto" captures where it can; False never captures.
     """
 
     capture_disabled_reason: str | None  # why steps are taken one launch at a time; None: they are captured

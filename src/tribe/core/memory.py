@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.core import rng
+from tribe.core.backbone import Backbone
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 
@@ -77,19 +78,17 @@ class Turnover(NamedTuple):
         return self.entered & (self.since <= passed) & (passed < self.until)
 
 
-def new_timely(streams: int, size: int, *, room: int, dtype: torch.dtype, device: torch.device) -> Timely:
+def new_timely(net: Backbone, streams: int, size: int, room: int) -> Timely:
     """Return an empty memory for RoTTA."""
-    image, label, count = _places(streams, size, room, dtype, device)
-    uncertainty = torch.zeros(streams, size, dtype=accumulation_dtype(dtype), device=device)
+    image, label, count = _places(net, streams, size, room)
+    uncertainty = torch.zeros(streams, size, dtype=accumulation_dtype(net.dtype), device=net.device)
     return Timely(image, label, label.clone(), uncertainty, count, count.clone(), count.clone())
 
 
-def new_reservoir(
-    streams: int, size: int, classes: int, *, room: int, dtype: torch.dtype, device: torch.device
-) -> Reservoir:
+def new_reservoir(net: Backbone, streams: int, size: int, room: int, classes: int) -> Reservoir:
     """Return an empty memory for NOTE."""
-    image, label, count = _places(streams, size, room, dtype, device)
-    predicted = torch.zeros(streams, classes, dtype=torch.int64, device=device)
+    image, label, count = _places(net, streams, size, room)
+    predicted = torch.zeros(streams, classes, dtype=torch.int64, device=net.device)
     return Reservoir(image, label, predicted, count, count.clone(), count.clone())
 
 
@@ -307,9 +306,7 @@ def _host(t: Tensor) -> Array:
     return array
 
 
-def _places(
-    streams: int, size: int, room: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    image = torch.zeros(streams, size, room, dtype=dtype, device=device)
-    label = torch.zeros(streams, size, dtype=torch.int64, device=device)
-    return image, label, torch.zeros(streams, dtype=torch.int64, device=device)
+def _places(net: Backbone, streams: int, size: int, room: int) -> tuple[Tensor, Tensor, Tensor]:
+    image = torch.zeros(streams, size, room, dtype=net.dtype, device=net.device)
+    label = torch.zeros(streams, size, dtype=torch.int64, device=net.device)
+    return image, label, label.new_zeros(streams)

@@ -52,15 +52,10 @@ class PackedStats(NamedTuple):
         return Stats(means, torch.addcmul(var, _decode(self.var, unit * unit), by_var).clamp_min_(0))
 
     def updated(self, past: Stats, kept: Stats, code: Tensor, present: Tensor, shrink: Tensor) -> "PackedStats":
-        """Pack the statistics of one layer after a batch.
+        """Pack the statistics to keep of one layer; ``past`` are these statistics in full.
 
-        Args:
-            past: these statistics, in full.
-            kept: the statistics to keep, (R, K, c). Those of absent classes are past.mean + a and
-                past.var * (1 - shrink) + b, with the same a and b (R, 1, c) for all of them.
-            code: the class of each sample (R, B); -1 for samples that do not count.
-            present: which classes are among them (R, K).
-            shrink: (R, 1, 1).
+        ``code`` (R, B), ``present`` (R, K) and ``shrink`` (R, 1, 1) are those of `tribe.norms.balanced.Groups`. Kept of
+        absent classes is past.mean + a and past.var * (1 - shrink) + b, with the same a and b (R, 1, c) for all.
         """
         by_mean, by_var, counts = self.scale.chunk(3, 1)  # (R, K, 1) each
         by_var = by_var * (1 - shrink)

@@ -52,6 +52,7 @@ class Pass:
 
 
 SlotHook = Callable[["Slot", Tensor], None]
+SourcePass = Callable[[int, SlotHook | None], Pass]  # of so many images, with the source's normalisation
 current_pass: ContextVar[Pass | None] = ContextVar("tribe_pass", default=None)
 
 
@@ -297,7 +298,7 @@ class _Received(BaseException):
 
 
 @torch.no_grad()
-def views_come_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: Callable[[int, SlotHook], Pass]) -> bool:
+def views_come_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: SourcePass) -> bool:
     """Return whether the views of an image reach a slot a batch apart, as after torch.cat of two batches, or adjacent.
 
     Two trial passes answer it: the images of the second are those of the first in reverse order, so the position where

@@ -26,10 +26,7 @@ PROBABILITIES = (
 class Checks:
     """Checks of images and of logits; each warns once.
 
-    Args:
-        net: the network.
-        classes: the number of classes that its logits must have; None if it is not known (``dense`` networks).
-        logits: whether the method returns logits; otherwise it returns probabilities.
+    ``classes`` is None for ``dense`` networks; ``logits``: the method returns logits, not probabilities.
     """
 
     def __init__(self, net: Backbone, classes: int | None, logits: bool) -> None:

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from tribe.core.augment import View, check_view
+from tribe.core.augment import View
 from tribe.core.backbone import DENSE, NO_AFFINE, Backbone, Output
 from tribe.core.rng import Key
-from tribe.core.state import Affine, Info, Stats, streams_of
+from tribe.core.state import Affine, Info, Stats, rows_of, streams_of
 from tribe.fields import Range, check_fields
 from tribe.knowledge import Knowledge, resolve_knowledge
 from tribe.methods.stepping import ScreenedBatch, Update, commit_step, finite, mask_logits, screen
@@ -41,7 +41,7 @@ class Deployed:
     def stream(self, index: int) -> "Deployed":
         """Return one stream's network."""
         row = slice(index, index + 1)
-        affine, stats = Affine(*(t[row] for t in self.affine)), Stats(*(t[row] for t in self.stats))
+        affine, stats = rows_of(self.affine, row), rows_of(self.stats, row)
         return Deployed(affine, stats, self.norm, self.weights and self.weights[row])
 
     def logits(self, net: Backbone, x: Tensor, valid: Tensor) -> Tensor:
@@ -104,8 +104,8 @@ class Method(ABC):
         resolve_knowledge(self)
         check_fields(self)
         for field in dataclasses.fields(self):
-            if field.type == View:
-                check_view(getattr(self, field.name))
+            if field.type == View and not callable(augment := getattr(self, field.name)):
+                raise TypeError(f"{field.name} is an Augment or a callable Tensor -> Tensor; got {augment!r}")
         if self.classes is None and self.per_class is not None:
             raise ValueError(f"{self.name} keeps {self.per_class} and needs the number of classes: classes=")
         for name, value in self.defaults().items():

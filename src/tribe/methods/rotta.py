@@ -77,8 +77,10 @@ class Rotta(TimelyMethod):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
         """Teacher and student start from the source, the memory empty."""
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
-        bank, moments = self.new_timely(net, streams), optim.adam_init(student.affine)
-        return RottaState(teacher, student, moments, bank, *self.new_key_and_info(net, streams, seed))
+        bank = memory.new_timely(net, streams, self.size, self.room)
+        return RottaState(
+            teacher, student, optim.adam_init(student.affine), bank, *self.new_key_and_info(net, streams, seed)
+        )
 
     def update(self, net: Backbone, state: RottaState, shape: tuple[int, ...], due: Tensor) -> RottaState:
         """Move the student towards the teacher and the teacher towards the student, in the streams ``due``."""

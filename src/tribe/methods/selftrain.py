@@ -126,7 +126,7 @@ class SelfTraining(Tribe):
         affine, _ = net.source(streams)
         pair, anchor = (self.first_stats(net, rows) for rows in (2 * streams, streams))
         size, room = (self.memory, self.room) if self.memory else (1, 1)
-        bank = memory.new_timely(streams, size, room=room, dtype=net.dtype, device=net.device)
+        bank = memory.new_timely(net, streams, size, room)
         moments, clocks = optim.adam_init(affine), self.new_key_and_info(net, streams, seed)
         return SelfTrainingState(affine, clone(affine), pair, anchor, bank, moments, *clocks)
 

@@ -13,16 +13,9 @@ from tribe.core.kernels import tl, triton
 def scan(
     likelihood: Tensor, counted: Tensor, state: Sequence[Tensor], constants: Sequence[float]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Update the belief image by image; a program for each stream and temperature.
+    """Update the belief image by image, from likelihoods (S, B, M, K); a program for each stream and temperature.
 
-    Args:
-        likelihood: (S, B, M, K), of the classes of each image at each temperature.
-        counted: (S, B), the images that count.
-        state: the tensors of a `tribe.filters.markov.MarkovState`.
-        constants: the settings of the filter, in the order of the kernel's arguments.
-
-    Returns the belief (S, B, M, K), rate, recent, evidence and confidence (S, B, M) of each image, and all but the last
-    tensor of the state after the batch.
+    Returns the tensors of a `tribe.filters.markov.Scanned`, and all but the last of the next `MarkovState`.
     """
     likelihood, state = likelihood.contiguous(), [t.contiguous() for t in state]
     streams, batch, bank, classes = likelihood.shape
