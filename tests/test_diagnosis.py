@@ -159,17 +159,14 @@ def test_a_backbone_is_examined_as_its_model_is():
     assert not any(slot._forward_pre_hooks for slot in net.slots)
 
 
-def test_an_adapter_is_told_what_to_give():
-    report = tribe.doctor(tribe.adapt(small_network()), X)
+@pytest.mark.parametrize(
+    ("made", "words"), [(tribe.adapt, "of an adapter give its .net"), (torch.jit.script, "give the eager module")]
+)
+def test_adapters_and_compiled_models_are_told_what_to_give(made, words):
+    report = tribe.doctor(made(small_network()), X)
     assert not report.adaptable
-    assert "of an adapter give its .net" in report.problems[0]
+    assert words in report.problems[0]
     assert tribe.doctor(tribe.adapt(small_network()).export(), X).classes == CLASSES
-
-
-def test_a_compiled_model_is_told_what_to_give():
-    report = tribe.doctor(torch.jit.script(small_network()), X)
-    assert not report.adaptable
-    assert "give the eager module" in report.problems[0]
 
 
 # -- which methods fit ------------------------------------------------------------------------------------------------

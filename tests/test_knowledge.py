@@ -395,6 +395,7 @@ def test_images_that_are_not_there_are_asked_for(root):
         (["eata", *DIGITS, "--device", "tpu9"], "device"),
         (["eata", "--model", "absent.py:net", "--dataset", "mnist"], "no file at absent.py"),
         (["petal", *DIGITS, "--images", "5"], "swag_every"),
+        (["eata", "--model", "compact", "--dataset", "folder"], "needs --data DIR"),
     ],
 )
 def test_wrong_arguments_are_refused(root, arguments, words):
@@ -410,12 +411,6 @@ def test_where_a_run_of_other_data_would_look_is_made(root):
     place = root / "elsewhere" / "source" / "eata_compact_imagenet.safetensors"
     assert study(root, "eata", "--out", place).exit_code == 0
     assert Knowledge.load(place).method == "eata"
-
-
-def test_a_folder_must_be_named(root):
-    result = command("source", "eata", "--model", "compact", "--dataset", "folder")
-    assert result.exit_code == 2
-    assert "needs --data DIR" in message(result)
 
 
 def test_the_bar_goes_to_stderr_and_json_alone_to_stdout(root):

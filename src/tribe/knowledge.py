@@ -120,10 +120,7 @@ def resolve_knowledge(method: Any) -> None:
 def checked_tensors(method: Any, net: Backbone, shapes: Mapping[str, Sequence[int | str]]) -> dict[str, Tensor]:
     """Return a method's source knowledge on the network's device; refused if it is missing or does not fit the network.
 
-    Args:
-        method: the method with the field ``knowledge``.
-        net: the network that the knowledge must belong to.
-        shapes: the tensors that it must hold. A letter in a shape stands for one size, the same in all shapes.
+    A letter in the ``shapes`` of tensors that it must hold stands for one size, the same in all shapes.
     """
     knowledge = getattr(method, "knowledge", None)
     if not isinstance(knowledge, Knowledge):
@@ -199,8 +196,7 @@ def find_knowledge(
 ) -> Path | None:
     """Return the file of a method's source knowledge, in the folder of `tribe source` or in the package; None: no file.
 
-    A file name lists the fields that shaped the knowledge. All of them must be among ``fields``; the file with the
-    most wins.
+    All fields in its name must be among ``fields``; the file with the most wins.
     """
     path, suffixes = knowledge_path(method, model, dataset, root), set(_suffixes(fields or {}))
     files = (file for folder in (path.parent, SHIPPED) for file in (folder / path.name, *folder.glob(f"{path.stem}+*")))

@@ -132,9 +132,9 @@ def test_a_long_way_in_few_steps_is_drift_and_the_same_way_in_many_is_not():
 def test_a_long_stream_explains_no_more_drift_than_a_day():
     state = start_collapse(1, CLASSES)._replace(steps=torch.tensor([10**6]))
     one, valid = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
-    far, near = (look_for_collapse(CollapseRules(), state, one, valid, torch.tensor([d]))[0].drift for d in (0.7, 0.5))
-    assert far
-    assert not near
+    for distance, drifts in ((0.7, True), (0.5, False)):
+        signs, _ = look_for_collapse(CollapseRules(), state, one, valid, torch.tensor([distance]), one, ~valid)
+        assert signs.drift == drifts
 
 
 def test_a_shift_is_found_against_the_reference_and_the_source_counts_if_it_is_there():

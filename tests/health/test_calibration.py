@@ -132,7 +132,7 @@ def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("given", "said"),  # a change of images and labels, or settings
     [
         (lambda x, y: (x[:50], y[:50]), "50 images that can be used are too few .* at least 200"),
         (lambda x, y: (x, y + 1), "numbered from 0; labels go from 1 to 10"),
@@ -140,20 +140,15 @@ def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
         (lambda x, y: (x, y[:-1]), "expected a class number for each of 240 images"),
         (lambda x, y: (x, y.float()), "labels are torch.float32"),
         (lambda x, y: ((255 * x).byte(), y), "images are torch.uint8"),
+        ({"corruptions": ("fogg", "spatter", "stripe")}, "unknown corruption 'fogg'"),
+        ({"corruptions": ("fog", "spatter", "fog")}, "2 different names; expected at least 3"),
+        ({"window": 3}, "window is how many images"),
     ],
 )
-def test_images_and_labels_that_cannot_be_used_are_refused(net, change, said):
+def test_images_labels_and_settings_that_cannot_be_used_are_refused(net, given, said):
+    change, options = (given, {}) if callable(given) else (lambda x, y: (x, y), given)
     with pytest.raises(ValueError, match=said):
-        tribe.calibrate(net, *change(*digits(0, COUNT)), method="source")
-
-
-def test_corruptions_must_exist_and_be_several(net):
-    with pytest.raises(ValueError, match="unknown corruption 'fogg'"):
-        tribe.calibrate(net, *digits(0, COUNT), corruptions=("fogg", "spatter", "stripe"))
-    with pytest.raises(ValueError, match="2 different names; expected at least 3"):
-        tribe.calibrate(net, *digits(0, COUNT), corruptions=("fog", "spatter", "fog"))
-    with pytest.raises(ValueError, match="window is how many images"):
-        tribe.calibrate(net, *digits(0, COUNT), window=3)
+        tribe.calibrate(net, *change(*digits(0, COUNT)), method="source", **options)
 
 
 def test_the_temperature_undoes_a_scale():

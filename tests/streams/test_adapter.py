@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tribe
-from networks import at_once
+from networks import at_once, batch
 from tribe.core.rules import PerBatch
 from tribe.core.state import digest, leaves, stream
 from tribe.methods import get_fields, with_fields
@@ -22,10 +22,6 @@ from tribe.methods.tent import Tent
 from tribe.testing import CLASSES, images, ready, small_network
 
 METHODS = tribe.methods.names()
-
-
-def batch(seed=0, size=6):
-    return images(1, size, seed)[0]
 
 
 def played(method="tribe", steps=3, **kwargs):

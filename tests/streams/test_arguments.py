@@ -15,20 +15,13 @@ def x(seed=0, size=2):
     return images(1, size, seed)[0]
 
 
-@pytest.mark.parametrize("name", [3, None, b"cam", ("a",)])
-def test_a_name_is_a_text(name):
-    fleet = tribe.fleet(NET)
+@pytest.mark.parametrize("name", [3, None, b"cam", ("a",), ""])
+def test_a_name_is_a_text_that_is_not_empty(name):
+    fleet, error, words = tribe.fleet(NET), *((ValueError, "empty") if name == "" else (TypeError, "name"))
     for call in (fleet.add, fleet.info, fleet.reset, lambda n: fleet({n: x()}), lambda n: fleet.from_bytes(n, b"")):
-        with pytest.raises(TypeError, match="name"):
+        with pytest.raises(error, match=words):
             call(name)
     assert fleet.names == []
-
-
-def test_a_name_is_not_empty():
-    fleet = tribe.fleet(NET)
-    for call in (fleet.add, lambda n: fleet({n: x()})):
-        with pytest.raises(ValueError, match="empty"):
-            call("")
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a\nb", "\ud800", "k" * 10_000, "\x00"])

@@ -165,16 +165,14 @@ class Alarms:
         """
         images = state.images + valid.sum(1)
         valid = valid & ~verdict.teaches_nothing
-        sourced = valid if known is None else valid & known
-        classes = None if source is None else source.argmax(2)
-        signs, collapse = look_for_collapse(
-            self.collapse, state.collapse, output.argmax(2), valid, distance, classes, known
-        )
+        sourced = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
+        own = output.argmax(2)
+        classes = own if source is None else source.argmax(2)
+        signs, collapse = look_for_collapse(self.collapse, state.collapse, own, valid, distance, classes, sourced)
         state = state._replace(collapse=collapse)
         if reference is not None:
             logits, counted = (output, valid) if source is None else (source, sourced)
-            share = entropy(logits) / math.log(logits.shape[2])
-            ranks = rank(reference, share, logits.argmax(2))
+            ranks = rank(reference, entropy(logits) / math.log(logits.shape[2]), classes)
             _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
             state = state._replace(martingale=martingale)
         return _update(state, signs, images, compared=reference is not None)
@@ -221,15 +219,15 @@ def look_for_collapse(
     predicted: Tensor,
     valid: Tensor,
     distance: Tensor,
-    source: Tensor | None = None,
-    known: Tensor | None = None,
+    source: Tensor,
+    sourced: Tensor,
 ) -> tuple[Signs, CollapseState]:
-    """Add a batch: the signs, and the next state.
+    """Add a batch, and return the signs and the next state.
 
-    ``predicted`` are the adapted network's classes (S, B), ``source`` the source's, where they are ``known``, and
-    ``distance`` (S,) is how far the affine parameters have moved.
+    The classes that the adapted network ``predicted`` (S, B) count where ``valid``, those of the ``source`` where
+    ``sourced``.
     """
-    batch = _count(state, predicted, valid, source, known)
+    batch = _count(state, torch.stack((predicted, source), 1), torch.stack((valid, sourced), 1))
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
     order, source_order = _order(batch, means)
     evidence = _evidence(rules, state, batch, order, source_order)
@@ -261,15 +259,10 @@ class Histograms(NamedTuple):
     counts: Tensor  # (S, 2) of the predictions
 
 
-def _count(
-    state: CollapseState, predicted: Tensor, valid: Tensor, source: Tensor | None, known: Tensor | None
-) -> Histograms:
-    """Count the predictions of a batch by class."""
-    other = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
-    both = torch.stack((predicted, predicted if source is None else source), 1)  # (S, 2, B)
-    counted = torch.stack((valid, other), 1)
+def _count(state: CollapseState, predicted: Tensor, counted: Tensor) -> Histograms:
+    """Count the predictions (S, 2, B) of a batch by class, those that are ``counted``."""
     count = counted.sum(2)
-    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, both, counted.float())
+    hits = state.shares.new_zeros(*count.shape, state.shares.shape[2]).scatter_add_(2, predicted, counted.float())
     return Histograms(hits / count.clamp_min(1).unsqueeze(2), count)
 
 

@@ -58,8 +58,7 @@ class Comparison(NamedTuple):
     since: str  # what it was compared with: "the source", or the age of a snapshot
     streams: tuple[StreamChange, ...]  # each stream as a whole
     layers: tuple[LayerChange, ...]  # all layers that can move, those that moved most first
-    # all classes, those that moved most first; empty for methods without statistics of classes
-    classes: tuple[ClassChange, ...]
+    classes: tuple[ClassChange, ...]  # those that moved most first; empty for methods without statistics of classes
 
     def __repr__(self) -> str:
         parts = [f"changes since {self.since}"]

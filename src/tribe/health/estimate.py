@@ -82,10 +82,7 @@ def window_features(images: Images, filled: Tensor, classes: int) -> Features:
 
 
 def concentration(predicted: Tensor, filled: Tensor, classes: int) -> Tensor:
-    """Return how unequal the predicted classes of windows (..., W) are: from 0, all alike, to 1 - 1 / classes.
-
-    It is the sum of the squared shares of the classes, less its value where all are equal.
-    """
+    """Return the sum of the classes' squared shares in windows (..., W), less its value where all are equal."""
     counts = torch.zeros(*predicted.shape[:-1], classes, dtype=torch.float32, device=predicted.device)
     counts = counts.scatter_add(-1, predicted.long(), filled.to(counts.dtype))
     shares = counts / filled.sum(-1, keepdim=True).clamp_min(1)
@@ -171,10 +168,9 @@ class Estimator:
         agreement: Tensor | None = None,
         answers: Answers | None = None,
     ) -> "EstimateState":
-        """Add the predictions (S, B, K) of the next batch.
+        """Add the predictions (S, B, K) of the next batch, of the images that are ``valid`` (S, B).
 
-        ``valid`` (S, B) are the images that count. ``agreement`` (S,) is the share on which teacher and student agree;
-        None: the method has no student. ``answers`` are the source's; None: it was not asked.
+        ``agreement`` (S,) is that of teacher and student; None: no student. ``answers`` None: the source was not asked.
         """
         new = per_image_signals(logits, self.temperature, agreement, answers)
         before = state.images.unsqueeze(1)

@@ -21,8 +21,7 @@ TINY = 1e-12  # keeps the divisions of a constant image finite
 class FrameRules:
     """The thresholds of `judge`, each with what was measured on real images; grey is the mean over channels.
 
-    "Real images" are CIFAR-10-C, CIFAR-100-C and MNIST-C at severity 5, the clean images, and ImageNet photos, clean
-    and corrupted.
+    Real: CIFAR-10-C, CIFAR-100-C and MNIST-C at severity 5, clean images, and ImageNet photos, clean and corrupted.
     """
 
     flat: float = 0.0025  # standard deviation of grey, 0.6 of 255 levels; CIFAR's images have at least 0.0033

@@ -25,13 +25,7 @@ from tribe.fields import Count, NotNegative, Positive, Range, Share, check_field
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
-from tribe.health.lean import (
-    RATIO,
-    distance_in_single_images,
-    distance_of_images,
-    distance_of_statistics,
-    shift_weight,
-)
+from tribe.health.lean import RATIO, distance_in_single_images, distance_of_images, distance_of_statistics, shift_weight
 from tribe.health.report import Health
 from tribe.health.watch import Watcher, WatchState
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
@@ -122,9 +116,9 @@ class Watch:
     ) -> tuple[Tensor, Any, GuardState]:
         """Take the method's step, watch it, and apply the guard's limits to the result.
 
-        What watches runs beside the method's own work. It reads what the method reported of the batch before: how far
-        it moved, and how its branches agree. ``deploy`` makes the network that predicts: `lean` for this method. It
-        returns the predictions, and the next states of the method and of the guard.
+        What watches runs beside the method's own work, and reads what the method reported of the batch before.
+        ``deploy`` makes the network that predicts: `lean` for this method. Return the predictions, and the next states
+        of the method and of the guard.
         """
         watcher, beside = self.watcher(net, method), SideStream(x.device)
         good = good_images(x)  # a bad image leaves no trace
@@ -175,10 +169,7 @@ class Watch:
         return [health._replace(statistics=far, followed=share) for health, far, share in rows]
 
     def read_health(self, net: Backbone, method: Method, guard: GuardState, info: Info) -> list[Health]:
-        """Return the same, without `Health.statistics` and `Health.followed`, from small parts of the state.
-
-        They are the guard's state, with or without ``good``, and the method's report.
-        """
+        """Return the same without `Health.statistics` and `Health.followed`; the guard's state needs no ``good``."""
         watcher, watch = self.watcher(net, method), guard.watch
         none = [None] * len(info.images)
         estimate = watcher.estimator.read(watch.estimate)

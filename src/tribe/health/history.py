@@ -1,9 +1,4 @@
-"""Snapshots of streams: when they are taken, which of them stay, and the way back to one.
-
-Snapshots are dense in the recent past and sparser before it. When there are too many, the one leaves whose removal
-widens the gaps between ages least: for every age, from one interval to the whole life of a stream, a snapshot stays
-that is not much older.
-"""
+"""Snapshots of streams: when they are taken, which of them stay, and the way back to one."""
 
 import copy
 import math
@@ -124,10 +119,7 @@ class TimedSnapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The history of one state: immutable, so that it is replaced together with the state.
-
-    A pickle of it is empty, because clocks of two machines do not agree; a copy in the same process is whole.
-    """
+    """The history of one state, immutable as the state. A pickle of it is empty: clocks of two machines differ."""
 
     policy: History
     streams: int
@@ -182,10 +174,7 @@ class Timeline:
         ]
 
     def back_to(self, snapshot: Snapshot, stream: int | None) -> "Timeline":
-        """Return the history after a rollback to one of its snapshots.
-
-        Later snapshots leave. After a rollback of one stream they stay for the others, and hold its older state.
-        """
+        """Return the history after a rollback: later snapshots leave, or hold the older state of one ``stream``."""
         last = next(i for i, record in enumerate(self.records) if record.snapshot is snapshot)
         records, later = self.records[: last + 1], self.records[last + 1 :]
         if stream is not None:
@@ -198,8 +187,8 @@ class Timeline:
 def thin(records: tuple[TimedSnapshot, ...], policy: History) -> tuple[TimedSnapshot, ...]:
     """Drop snapshots until they fit the policy, each time the one whose neighbours' ages have the smallest ratio.
 
-    The larger of the ratios in seconds and in images counts, so both kinds of ages stay covered. The newest and the
-    oldest stay.
+    So for every age a snapshot stays that is not much older. The larger of the ratios in seconds and in images counts.
+    The newest and the oldest stay.
     """
     sizes = [count_bytes(record.snapshot.state) for record in records]
     while len(records) > policy.keep or (len(records) > 1 and sum(sizes) > policy.megabytes * 2**20):
@@ -228,10 +217,9 @@ def find_snapshot(
     images: int | None = None,
     stream: int | None = None,
 ) -> tuple[Snapshot, Kept | None]:
-    """Return a snapshot, and its place in the history if it has one.
+    """Return the snapshot that arguments of `tribe.Adapter.rollback` name, and its place in the history if it has one.
 
-    ``to`` is a snapshot, an entry of the history, or the least age; ``seconds`` and ``images`` are least ages, the
-    latter of one stream or of the one with most images. The newest snapshot that is old enough is returned.
+    Without a ``stream``, ``images`` is the age of the stream with most images.
     """
     given = sum(value is not None for value in (to, seconds, images))
     if given != 1:

@@ -1,7 +1,6 @@
 """Measure how far statistics are from the source's: by that a guard leans on the source.
 
-Adapting costs accuracy where nothing has changed: a network was trained with statistics of augmented images, those of
-clean test images are not the same, and parameters wander. Where much has changed, statistics are what helps most.
+Adapting costs accuracy where nothing has changed. Where much has changed, statistics are what helps most.
 """
 
 import torch

@@ -49,9 +49,7 @@ class Answers(NamedTuple):
 
     logits: Tensor  # (S, B, K), the source's logits of the probes, float32; zero for other images
     known: Tensor  # (S, B), which images are probes
-    # (S, 3), how far the statistics of the last probes are from the source's, by depth, in standard deviations; 0
-    # before the first probe
-    shift: Tensor
+    shift: Tensor  # (S, 3), distance of the statistics of the last probes by depth: see `measure_shift`
 
 
 def start_shift(net: Backbone, streams: int) -> ShiftState:
@@ -96,7 +94,7 @@ def _remember(state: ShiftState, stats: Stats, probes: Tensor) -> ShiftState:
 
 
 def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
-    """Return how far the statistics of the last probes are from the source's (S, 3); 0 if there are none."""
+    """Return the distance of the last probes' statistics from the source's, in deviations (S, 3); 0: no probe yet."""
     if not state.mean.shape[1]:
         return state.weight.new_zeros(len(state.weight), DEPTHS)
     weight = state.weight.clamp_min(1e-6).unsqueeze(1)

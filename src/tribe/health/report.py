@@ -1,8 +1,4 @@
-"""Report on streams to people: the images that each has learned from, its health, and its alarms.
-
-The alarms are tensors in the state of what watches a stream (see `tribe.health.alarms`). `AlarmLog` turns what is new
-in them into `Event`s, for adapters, fleets and the server.
-"""
+"""Report on streams to people: the images that each has learned from, its health, and its alarms."""
 
 import logging
 from collections import deque
@@ -95,10 +91,7 @@ Listener = Callable[[Event], object]
 
 
 class AlarmLog:
-    """Read new alarms from states, keep the last events, log them to ``tribe.health`` and call listeners.
-
-    An error in a listener is logged and stops nothing. Without a guard or ``health`` there is nothing to read.
-    """
+    """Turn new alarms in states into events, keep the last ones, log them to ``tribe.health`` and call listeners."""
 
     def __init__(self, method: AnyMethod, listener: Listener | None = None) -> None:
         self.watched = isinstance(method, Pipeline) and method.guard is not None

@@ -1,7 +1,6 @@
 """Watch a stream while a method adapts to it: alarms, the estimated accuracy, and what the stream shows.
 
-A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method, captured in CUDA graphs like the
-rest. A guard turns its state into one `tribe.health.Health` a stream.
+A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method.
 """
 
 from dataclasses import dataclass
@@ -75,13 +74,7 @@ class Watcher:
 
     @torch.no_grad()
     def observe(
-        self,
-        state: WatchState,
-        verdict: Verdict,
-        answers: Answers | None,
-        output: Tensor,
-        valid: Tensor,
-        info: Any,
+        self, state: WatchState, verdict: Verdict, answers: Answers | None, output: Tensor, valid: Tensor, info: Any
     ) -> WatchState:
         """Add a batch: what the source says of it, what was predicted (logits or log-probabilities), and a report."""
         predicted = output.argmax(2)

@@ -136,10 +136,9 @@ def _pad(arrived: list[Arrived], count: int, batch: int) -> tuple[Tensor, Tensor
 
 
 class Runner:
-    """Take steps and predictions of groups of entries.
+    """Take steps and predictions of groups of entries, which may be ``padded`` to a few shapes that are recorded.
 
-    Groups may be ``padded`` to a few shapes, each of which is recorded. With ``copies``, results share no memory with
-    the recordings. The logits of no images have ``classes`` columns.
+    With ``copies``, results share no memory with the recordings. The logits of no images have ``classes`` columns.
     """
 
     def __init__(

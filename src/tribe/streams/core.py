@@ -129,7 +129,7 @@ class Streams:
                 if self._single is not None and not group.frozen and self.table.lock.states:
                     self.table.lock.wait_for_older(before[0].state)
                 logits, after = self._runner.step(group, [entry.state for entry in before], self._retired)
-                self._checks.check_logits(logits, bad if group.valid is None else group.unused(bad))
+                self._checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
                 marked = {} if bad is None else group.split(group.real(bad), arrived)
                 for i, name in enumerate(group.names):
@@ -313,11 +313,7 @@ class Streams:
         images: int | None = None,
         stream: int | None = None,
     ) -> RolledBack:
-        """Return all streams of an entry, or one, to the newest snapshot that is at least so old.
-
-        Later snapshots leave the history; after a rollback of one stream they stay for the others. A frozen entry
-        stays frozen. An error changes nothing.
-        """
+        """Return all streams of an entry, or one, to a snapshot: see `tribe.Adapter.rollback`."""
         with self.lock:
             entry = self.entry(name)
             snapshot, kept = find_snapshot(entry.history, to, seconds=seconds, images=images, stream=stream)
@@ -394,10 +390,7 @@ class Streams:
     # -- files --------------------------------------------------------------------------------------------------------
 
     def save(self, name: str, path: str | PathLike[str]) -> None:
-        """Write a state, its method and a fingerprint of the source model to a state file, atomically.
-
-        A state that is not finite is refused, and an existing file stays as it is.
-        """
+        """Write a state file, as `tribe.Adapter.save` does."""
         with self.reading(name) as entries:
             states.write(path, self._saved(entries[name]))
 

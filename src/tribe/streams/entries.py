@@ -1,8 +1,4 @@
-"""Entries of named states, immutable and replaced as a whole, with bounded memory on a device.
-
-A state is a named tuple of tensors that nothing changes: a step makes a new one. So an entry is replaced under a lock
-that is held for a moment, and whatever has an entry needs no lock to use it.
-"""
+"""Entries of named states, immutable and replaced as a whole, with bounded memory on a device."""
 
 import threading
 from collections import OrderedDict
@@ -79,9 +75,8 @@ class EntryTable:
         self.entries: OrderedDict[str, Entry] = OrderedDict()
 
     def put(self, changes: Mapping[str, Entry], keeps_frozen: bool = False) -> None:
-        """Add or replace entries, all at once.
+        """Add or replace entries, all at once, after the least recently used states have moved to the host.
 
-        First the least recently used states move to the host, so that these fit. An error leaves all as they were.
         With ``keeps_frozen`` entries stay frozen or not as they are now, which may have changed during a step.
         """
         new = dict(changes) if len(self.entries) + len(changes) <= self.rows else self._make_room(changes)
