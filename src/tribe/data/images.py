@@ -62,6 +62,15 @@ def is_image_file(name: str) -> bool:
     return Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
 
 
+def list_folder(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the folders, images and other files in a folder, each sorted by name, without hidden ones."""
+    folders, images, others = list[Path](), list[Path](), list[Path]()
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if not path.name.startswith("."):
+            (folders if path.is_dir() else images if is_image_file(path.name) else others).append(path)
+    return folders, images, others
+
+
 def read_image(path: str | PathLike[str], *, resize: int | None = None, crop: int | None = None) -> Tensor:
     """Decode an image to (3, H, W) bytes, red green blue; convert greyscale, palette and CMYK, drop alpha.
 

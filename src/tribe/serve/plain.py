@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.images import require_pillow
+from tribe.data.images import EIGHT_BITS, require_pillow
 from tribe.serve import protocol
 from tribe.serve.errors import BadInput, TooLarge, WrongType
 from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
@@ -22,7 +22,6 @@ KINDS = {kind: kind for kind in (JPEG, PNG, NPY, SAFETENSORS)}
 KINDS |= {"application/npy": NPY, "application/safetensors": SAFETENSORS}
 OCTETS = ("application/octet-stream", "application/x-www-form-urlencoded", "")  # the defaults of curl and others
 STARTS = {b"\xff\xd8\xff": JPEG, b"\x89PNG\r\n\x1a\n": PNG, b"\x93NUMPY": NPY}
-MODES = frozenset(("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "CMYK", "YCbCr"))  # eight bits a channel
 MAX_SCANS = 64  # of a JPEG: each costs time, and takes few bytes. Progressive ones have about 10
 
 
@@ -111,7 +110,7 @@ def read_picture(body: bytearray, model: ModelInfo, max_pixels: int, resize: boo
             width, height = opened.size
             if width * height > max_pixels:
                 raise TooLarge(f"the picture has {width}x{height} pixels; expected {max_pixels:,} at most")
-            if opened.mode not in MODES:
+            if opened.mode not in EIGHT_BITS:
                 raise BadInput(f"the picture has the mode {opened.mode}; expected eight bits a channel")
             if opened.format != "PNG" and (scans := body.count(b"\xff\xda")) > MAX_SCANS:
                 raise BadInput(f"the JPEG has {scans} scans; expected {MAX_SCANS} at most: save it as an ordinary one")

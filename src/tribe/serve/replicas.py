@@ -46,16 +46,15 @@ def application(
 ) -> Any:
     """Return an application for ``ray.serve.run``: several workers with one store.
 
+    The other arguments are those of `tribe.serve.Server`, without ports and TLS. Limits on connections are Ray's.
+
     Args:
-        model: as for `tribe.serve.Server`; it is sent to every worker.
-        method: as for `tribe.serve.Server`.
+        model: it is sent to every worker.
         data: the store that all workers share: a folder on one machine, a Redis server for several.
         workers: how many.
         device: where each of them has its network.
-        name: as for `tribe.serve.Server`.
         resources: what Ray reserves for each worker; None: one core, and one GPU if ``device`` is one.
-        tokens: as for `tribe.serve.Server`; a file is read here.
-        options: the others of `tribe.serve.Server`, except those of ports and TLS; limits on connections are Ray's.
+        tokens: a file is read here.
     """
     require(is_whole(workers, least=1), "workers is how many there are, at least 1", workers)
     if data is None:

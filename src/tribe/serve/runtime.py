@@ -87,26 +87,25 @@ class StreamSession:
         self.claim, self.learn_until = None, float("-inf")
 
 
+@dataclass(eq=False)
 class Runtime:
     """Hold the parts that a worker's sessions, writer and controls share. Use it on one event loop.
 
     Each thread does one thing after another. ``step`` and ``predict`` run the model, so that a prediction never waits
     for a step; ``claims`` asks the store for claims, ``states`` changes the fleet, and may wait for a step; ``writer``
-    writes states to the store. The arguments are those of `Worker`.
+    writes states to the store.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        store: StreamStore | None,
-        policy: Policy,
-        owner: str,
-        model: str,
-        clock: Callable[[], float],
-    ) -> None:
-        self.fleet, self.store, self.policy, self.owner, self.clock = fleet, store, policy, owner, clock
-        self.events, self.metrics = Events(policy.events), Metrics(model)
-        self.scheduler = Scheduler(policy, BatchTimes())
+    fleet: Fleet
+    store: StreamStore | None
+    policy: Policy
+    owner: str  # the worker's name in the store
+    model: str  # its name in metrics
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
+        self.events, self.metrics = Events(self.policy.events), Metrics(self.model)
+        self.scheduler = Scheduler(self.policy, BatchTimes())
         self.on_progress: Callable[[], None] = lambda: None  # called when a stream is free again
         self.threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in get_args(Thread)}
         self._tasks: set[asyncio.Task[Any]] = set()

@@ -151,11 +151,7 @@ class Scheduler:
         self._order = count()
 
     def offer(self, job: Job, now: float) -> None:
-        """Accept a request, to be stepped, predicted or both.
-
-        Raises:
-            Unavailable: the request is refused.
-        """
+        """Accept a request, to be stepped, predicted or both, or refuse it: `Unavailable`."""
         if job.deadline <= now:
             raise Unavailable("the deadline has passed already", self._drain_time(now))
         if self.waiting >= self.policy.waiting:

@@ -116,10 +116,6 @@ class Access:
         """Raise `Forbidden` for a request that a page of another site made a browser send.
 
         A server without tokens trusts this machine, and so any page that a browser on this machine has open.
-
-        Args:
-            host: the value of the header Host.
-            origin: the value of the header Origin, if there is one.
         """
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
             raise Forbidden(f"a page of {origin[:80]!r} sent this; only pages of this server may")

@@ -237,9 +237,7 @@ class Sessions:
     async def release(self, session: StreamSession) -> None:
         """Store a stream if it changed, end its claim, and forget it. Without a store it stays in the fleet.
 
-        Raises:
-            StoreDown: the store failed, and the stream stays.
-            NotStored: its state cannot be stored, and the stream stays.
+        It also stays if the store fails (`StoreDown`) or its state cannot be stored (`NotStored`).
         """
         if self.writer is not None:
             await self.writer.write(session)
@@ -355,12 +353,7 @@ class Writer:
                 return
 
     async def write(self, session: StreamSession) -> None:
-        """Store one stream if it has changed.
-
-        Raises:
-            StoreDown: nothing was stored.
-            NotStored: its state cannot be stored. It counts as changed, and is tried again.
-        """
+        """Store one stream if it has changed; after `StoreDown` or `NotStored` it counts as changed still."""
         await self._write([session])
         if session.unstorable is not None:
             raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}")

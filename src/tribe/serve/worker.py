@@ -36,15 +36,9 @@ log = logging.getLogger("tribe.serve")
 
 
 class Worker:
-    """Serves the streams of a fleet. Use it on one event loop.
+    """Serves the streams of a fleet, on one event loop. Without a store nothing is stored, and it owns every stream.
 
-    Args:
-        fleet: the network and the states of its streams.
-        store: holds states and claims; None: nothing is stored, and this worker owns every stream.
-        policy: trades latency, adaptation and safety.
-        owner: its name in the store, for one start of one process; None: a new one.
-        model: the name of the model in metrics.
-        clock: the time in seconds, as deadlines have it: that of the event loop.
+    ``owner`` is its name in the store, for one start of one process; ``clock`` is the time of the event loop.
     """
 
     def __init__(
@@ -147,14 +141,9 @@ class Worker:
         deadline: float | None = None,
         learn: bool = True,
     ) -> InferResult:
-        """Predict images (B, ...), and let their stream learn from them.
+        """Predict images (B, ...) in [0, 1], and let their stream learn from them; see `InferRequest`.
 
-        Args:
-            stream: its name; None: the source model predicts. An unknown name makes a new stream.
-            images: floating point in [0, 1].
-            request_id: a second request of the stream with the same id is predicted and does not learn.
-            deadline: a time of the event loop; `Unavailable` is raised if the answer cannot be there by then.
-            learn: False: only predict.
+        ``deadline`` is a time of the event loop: `Unavailable` is raised if the answer cannot be there by then.
         """
         if not self._accepting:
             raise Unavailable("the server stops, or has not started", 1.0)

@@ -21,7 +21,7 @@ from tribe.data.images import (
     ImageFileError,
     Unreadable,
     check_reading,
-    is_image_file,
+    list_folder,
     read_image,
     read_images,
 )
@@ -147,7 +147,7 @@ class Folder:
     def _domains(self) -> dict[str, _Domain]:
         if not self._root.is_dir():
             raise MissingData(f"no folder {self._root}; {LAYOUT}")
-        folders, images, ignored = _entries(self._root)
+        folders, images, ignored = list_folder(self._root)
         if images:
             raise ValueError(f"{self._root} itself holds images, such as {images[0].name}; {LAYOUT}")
         if not folders:
@@ -164,14 +164,14 @@ class Folder:
 
 def _list_domain(folder: Path, ignored: list[Path]) -> _Domain:
     """List a domain; add the files in it that are not images to ``ignored``."""
-    kinds, images, others = _entries(folder)
+    kinds, images, others = list_folder(folder)
     ignored += others
     if kinds and images:
         both = f"images, such as {images[0].name}, beside class folders, such as {kinds[0].name}"
         raise ValueError(f"{folder} holds {both}; {LAYOUT}")
     labels: list[str | None] = [None] * len(images)
     for kind in kinds:
-        deeper, inside, others = _entries(kind)
+        deeper, inside, others = list_folder(kind)
         if deeper:
             raise ValueError(f"{kind} is a class folder, but holds a folder, {deeper[0].name}; {LAYOUT}")
         images += inside
@@ -180,16 +180,3 @@ def _list_domain(folder: Path, ignored: list[Path]) -> _Domain:
     if not images:
         raise MissingData(f"domain {folder} holds no images; remove it, or add some: {LAYOUT}")
     return _Domain(tuple(images), tuple(labels))
-
-
-def _entries(folder: Path) -> tuple[list[Path], list[Path], list[Path]]:
-    """Folders, images and other files, each sorted by name, without hidden ones."""
-    folders: list[Path] = []
-    images: list[Path] = []
-    others: list[Path] = []
-    with os.scandir(folder) as entries:
-        for entry in sorted(entries, key=lambda entry: entry.name):
-            if not entry.name.startswith("."):
-                kind = folders if Path(entry.path).is_dir() else images if is_image_file(entry.name) else others
-                kind.append(Path(entry.path))
-    return folders, images, others

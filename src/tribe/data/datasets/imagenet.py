@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find, positions
-from tribe.data.images import Unreadable, check_reading, image_size, is_image_file, read_images
+from tribe.data.images import Unreadable, check_reading, image_size, is_image_file, list_folder, read_images
 from tribe.fields import require
 from tribe.registry import nearest
 
@@ -49,21 +49,15 @@ def outputs_of(names: Iterable[str]) -> tuple[int, ...] | None:
     return tuple(number for number in outputs if number is not None) if outputs and None not in outputs else None
 
 
-def _folders(folder: Path) -> list[str]:
-    """Return the names of the folders in a folder, sorted, without hidden ones."""
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if Path(entry.path).is_dir() and not entry.name.startswith("."))
-
-
 def holds_classes(folder: Path) -> bool:
     """Whether a folder has a class folder of ImageNet in it."""
-    return folder.is_dir() and any(output_of(name) is not None for name in _folders(folder))
+    return folder.is_dir() and any(output_of(inner.name) is not None for inner in list_folder(folder)[0])
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:
     """Return the class folders in a folder, in the order of a network's outputs; raise unless all are of ImageNet."""
     by_output: dict[int, str] = {}
-    for name in _folders(folder):
+    for name in (inner.name for inner in list_folder(folder)[0]):
         output = output_of(name)
         if output is None:
             own = "--dataset folder --data ROOT plays images of other classes, in ROOT/<domain>/<class>"

@@ -5,7 +5,7 @@ Every protocol in the paper's table "Comparing existing real-world TTA protocols
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -121,11 +121,12 @@ class GLIF(Correlated):
     imbalance: float = 100.0  # IF, the largest class over the smallest
 
     paper = "Su et al., Towards Real-World Test-Time Adaptation, AAAI 2024"
+    varying: ClassVar[bool] = False  # True: other classes are rare in each domain
 
     @property
     def profile(self) -> Profile:
-        """One long tail for all domains."""
-        return LongTail(self.imbalance)
+        """Return a long tail."""
+        return LongTail(self.imbalance, self.varying)
 
 
 @register("gli-v")
@@ -133,10 +134,7 @@ class GLIF(Correlated):
 class GLIV(GLIF):
     """One domain after the other, classes in bursts and long-tailed, other classes rare in every domain."""
 
-    @property
-    def profile(self) -> Profile:
-        """Return a long tail with other rare classes in each domain."""
-        return LongTail(self.imbalance, varying=True)
+    varying = True
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ clock: it takes the time before it calls `claim` or `renew`, and from ``lease`` 
 predicts, until a renewal succeeds. A wrong clock makes a lease too short or too long; it never makes two owners write,
 because the generation decides, not the time.
 
-An owner's name belongs to one start of one process: under the name of its predecessor, a process would get the live
-claim of the predecessor, which may still run.
+An owner's name belongs to one start of one process: else a process would get the live claim of its predecessor.
 """
 
 import hashlib

@@ -150,14 +150,7 @@ return {'deleted'}
 
 
 class RedisStore(StreamStore):
-    """A store in a Redis server.
-
-    Args:
-        address: as in ``redis://localhost:6379/0`` or ``unix:///run/redis.sock``.
-        prefix: with which all keys begin.
-        now: the store's clock in seconds; None: the server's.
-        timeout: how many seconds to wait for the server.
-    """
+    """A store in a Redis server, as in ``redis://localhost:6379/0``; ``now`` is its clock, by default the server's."""
 
     def __init__(
         self, address: str, *, prefix: str = "tribe:", now: Callable[[], float] | None = None, timeout: float = TIMEOUT

@@ -61,13 +61,7 @@ REASONS = {  # what an error of SQLite means, where it is not damage
 
 
 class SqliteStore(StreamStore):
-    """A store in a folder, which is made if it is missing.
-
-    Args:
-        folder: on a local disk.
-        now: the store's clock in seconds, the same for all processes.
-        patience: how many seconds to wait for the transaction of another process.
-    """
+    """A store in a folder, which is made if it is missing; ``now`` is its clock, the same for all processes."""
 
     def __init__(
         self, folder: str | PathLike[str], *, now: Callable[[], float] = time.time, patience: float = PATIENCE
