@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from reproduction.beyond import MARK
 from reproduction.compare import Comparison
 from reproduction.tables import Value
-from tribe.experiments.plots import COLOURS, MARKERS, plain_label
+from tribe.experiments.plots import COLOURS, line_style, name_columns, new_figure, plain_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,10 +18,6 @@ LEGEND_ROWS = 17  # with more rows there is no legend
 
 def draw_chart(comparison: Comparison) -> "Figure":
     """Draw rows as lines over the columns or, if there is one column, as bars. Category errors are left out."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
     columns = [c for c in comparison.columns if not c.endswith((" cat", "Cat.Avg.")) and _has_numbers(comparison, c)]
     if not columns:
         raise ValueError(f"there is nothing to draw of {comparison.name} yet: it holds no numbers")
@@ -29,7 +25,7 @@ def draw_chart(comparison: Comparison) -> "Figure":
     if len(set(units.values())) > 1:  # errors and seconds
         columns = [column for column in columns if units[column] == "%"]
     rows = [row for row in comparison.rows if row not in comparison.beyond or _drawn(comparison, row, columns)]
-    figure = Figure(figsize=(max(6.0, 2 + 0.6 * len(columns)), 4.8), layout="constrained")
+    figure = new_figure((max(6.0, 2 + 0.6 * len(columns)), 4.8))
     axes = figure.subplots()
     if units[columns[0]] == "images":
         _class_lines(axes, comparison, columns)
@@ -56,14 +52,14 @@ def _drawn(comparison: Comparison, row: str, columns: list[str]) -> bool:
 
 def _lines(axes: Any, comparison: Comparison, rows: list[str], columns: list[str]) -> None:
     for i, row in enumerate(rows):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
+        style = line_style(i)
         line = {"label": plain_label(comparison.name_of(row)), "linestyle": "--" if row in comparison.beyond else "-"}
         entries = [comparison.entries[row, column] for column in columns]
-        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], linewidth=1.2, **line, **style)
+        axes.plot(range(len(columns)), [_value(e.ours) for e in entries], **line, **style)
         hollow = {**style, "markerfacecolor": "none", "linestyle": "none"}
         axes.plot(range(len(columns)), [_value(e.paper) for e in entries], **hollow)
-    axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None), xticks=range(len(columns)))
-    axes.set_xticklabels([*map(plain_label, columns)], rotation=40, ha="right", fontsize="small")
+    axes.set(ylabel="error, % (hollow: paper)", ylim=(0, None))
+    name_columns(axes, columns)
 
 
 def _bars(axes: Any, comparison: Comparison, rows: list[str], column: str) -> None:
@@ -71,9 +67,8 @@ def _bars(axes: Any, comparison: Comparison, rows: list[str], column: str) -> No
     hatches = ["//" if row in comparison.beyond else "" for row in rows]
     axes.bar(place, [_value(e.ours) for e in entries], color=COLOURS[1], edgecolor="white", hatch=hatches, label="ours")
     axes.plot(place, [_value(e.paper) for e in entries], "o", color="black", markerfacecolor="none", label="paper")
-    axes.set(ylabel="error, %", ylim=(0, None), xticks=place)
-    names = [plain_label(comparison.name_of(row)) for row in rows]
-    axes.set_xticklabels(names, rotation=40, ha="right", fontsize="small")
+    axes.set(ylabel="error, %", ylim=(0, None))
+    name_columns(axes, [comparison.name_of(row) for row in rows])
 
 
 def _class_lines(axes: Any, comparison: Comparison, columns: list[str]) -> None:

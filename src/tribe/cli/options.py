@@ -123,10 +123,7 @@ Overrides = dict[str, dict[str, Any]]  # component -> field -> value
 def parse_overrides(texts: Sequence[str] | None, components: Sequence[str], plain: Collection[str] = ()) -> Overrides:
     """Return the fields of each component. A value is a Python literal; what is not a literal is a string.
 
-    Args:
-        texts: Such as ``scenario.sigma=0.01``.
-        components: The names before the dot.
-        plain: Names without a dot that may be set, such as ``batch``; their values are those of the component "".
+    Names without a dot that may be set, such as ``batch``, are in ``plain``; they are fields of the component "".
 
     Example:
         >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])

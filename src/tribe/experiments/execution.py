@@ -9,12 +9,10 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from tribe.core.backbone import Backbone
 from tribe.core.precision import float32_precision
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment, difference
@@ -27,7 +25,7 @@ from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Parts, Workbench, in_precision
 from tribe.io.files import exclusive
 from tribe.io.states import StateFileError
-from tribe.methods import AnyMethod, Pipeline
+from tribe.methods import Pipeline
 
 EVERY = 50  # batches between checkpoints
 MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 images of 1,000 classes
@@ -46,9 +44,8 @@ class RunSettings(NamedTuple):
 class ExperimentRunner:
     """Runs experiments, one after the other, with one store.
 
-    Of experiments that differ in the time filter alone, the method is played once: a filter never feeds what the method
-    learns, so it is replayed over the outputs of the method, whose own result is stored, too. For this, ``planned`` are
-    all experiments that will be run.
+    Of ``planned`` experiments that differ in the time filter alone, the method is played once: a filter never feeds
+    what the method learns, so it is replayed over the outputs of the method, whose own result is stored, too.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class ExperimentRunner:
                 else:
                     streams = self._stored(experiment)  # another process may have computed it meanwhile
                 if missing := [seed for seed in experiment.seeds if seed not in streams]:
-                    played = self._compute(experiment.with_seeds(missing), folder, progress)
+                    played = self._compute(experiment.with_seeds(missing), progress)
                     self.store.add(played)
                     (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the result is on the disk
                     streams, memory = streams | dict(played.streams), played.memory
@@ -100,7 +97,7 @@ class ExperimentRunner:
                     del streams[seed]
         return streams
 
-    def _compute(self, experiment: Experiment, folder: Path, progress: Progress | None) -> Result:
+    def _compute(self, experiment: Experiment, progress: Progress | None) -> Result:
         """Play the streams, or replay the filter over a play of the method alone."""
         parts = experiment.parts or self._build(experiment)
         stream = parts.stream
@@ -111,56 +108,46 @@ class ExperimentRunner:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(experiment.threads or torch.get_num_threads())
             net, method = in_precision(parts.net, parts.method, experiment.precision)
+            parts = parts._replace(net=net, method=method, stream=stream)
             alone, keep = experiment.without_filter, self.settings.keep_outputs
             fits = stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
             is_shared = self._sharing[alone.id] > 1 and fits and not keep
             rule = Pipeline.of(method).filter
             if is_shared and rule is not None:
-                records = self._play_alone(alone, net, Pipeline.of(method).unfiltered, stream, progress)
+                records = self._play_alone(alone, parts._replace(method=Pipeline.of(method).unfiltered), progress)
                 spec = experiment.json() | {"experiment": experiment.id}
                 records = replay(records, rule, spec=spec, device=net.device, progress=progress)
             else:
-                records = self._run(experiment, net, method, stream, folder, progress, keep or is_shared)
+                records = self._run(experiment, parts, keep or is_shared, progress)
                 if is_shared:
                     self._play = experiment, records
                     records = [record._replace(outputs=None) for record in records]
             return self._result(experiment, records, machine(net.device))
 
-    def _play_alone(
-        self, alone: Experiment, net: Backbone, method: AnyMethod, stream: Stream, progress: Progress | None
-    ) -> list[Record]:
+    def _play_alone(self, alone: Experiment, parts: Parts, progress: Progress | None) -> list[Record]:
         """Return the records of a method without its filter, with its outputs; they are a result, too."""
         if self._play is not None and self._play[0] == alone:
             return self._play[1]
         folder = self.store.root / alone.id
         folder.mkdir(parents=True, exist_ok=True)
         with exclusive(folder / ".lock", wait=True):
-            records = self._run(alone, net, method, stream, folder, progress, True)
+            records = self._run(alone, parts, True, progress)
             if not self._stored(alone):
                 bare = [record._replace(outputs=None) for record in records]
-                self.store.add(self._result(alone, bare, machine(net.device)))
+                self.store.add(self._result(alone, bare, machine(parts.net.device)))
             (folder / CHECKPOINT).unlink(missing_ok=True)
         self._play = alone, records
         return records
 
-    def _run(
-        self,
-        experiment: Experiment,
-        net: Backbone,
-        method: AnyMethod,
-        stream: Stream,
-        folder: Path,
-        progress: Progress | None,
-        keep_outputs: bool,
-    ) -> list[Record]:
-        """Play the streams from the checkpoint in a folder on; a checkpoint that cannot be used is set aside."""
-        path = folder / CHECKPOINT
+    def _run(self, experiment: Experiment, parts: Parts, keep_outputs: bool, progress: Progress | None) -> list[Record]:
+        """Play the streams from the last checkpoint on; one that cannot be used is set aside."""
+        path = self.store.root / experiment.id / CHECKPOINT
         while True:
             try:
                 return run(
-                    net,
-                    method,
-                    stream,
+                    parts.net,
+                    parts.method,
+                    parts.stream,
                     seed=experiment.seeds,
                     spec=experiment.json() | {"experiment": experiment.id},
                     checkpoint=path,
@@ -168,7 +155,8 @@ class ExperimentRunner:
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
                     keep_outputs=keep_outputs,
                     progress=progress,
-                    deterministic=net.device.type == "cuda",  # a resumed stream ends with the same bits there, too
+                    deterministic=parts.net.device.type
+                    == "cuda",  # a resumed stream ends with the same bits there, too
                 )
             except StateFileError as error:
                 names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))

@@ -104,11 +104,7 @@ class Experiment:
 
     @staticmethod
     def from_json(data: Mapping[str, Any], seeds: Sequence[int] = (0,)) -> "Experiment":
-        """Return the experiment that `json` described, with these seeds.
-
-        Raises:
-            ValueError: A field is missing, is unknown, or has the wrong type.
-        """
+        """Return the experiment that `json` described, with these seeds; a damaged spec raises ValueError."""
         json_files.check(data, SCHEMA, "the spec of the experiment")
         if unknown := sorted(data.keys() - SCHEMA.keys()):
             raise ValueError(f"the spec of the experiment has an unknown field {unknown[0]!r}: remove it")

@@ -26,14 +26,9 @@ def wrong(record: Record) -> Tensor:
     return (record.prediction != record.label).double()
 
 
-def _share(missed: Tensor, chosen: Tensor) -> Tensor:
-    """Return the mean of ``missed`` over the chosen rows; NaN where there are none."""
-    return missed[chosen].mean() if chosen.any() else torch.tensor(float("nan"), dtype=torch.float64)
-
-
 def instance_error(record: Record) -> Tensor:
     """Return the share of images that were misclassified."""
-    return _share(wrong(record), scored(record))
+    return wrong(record)[scored(record)].mean()
 
 
 def domain_error(record: Record) -> Tensor:

@@ -30,18 +30,18 @@ MARKERS = "osD^v<>pX*"
 MARKS = ("#D55E00", "#CC79A7")
 MOST_CELLS = 400  # of a map whose cells show their numbers
 FORMATS = (".svg", ".png", ".pdf")
+NEEDS = "charts need matplotlib: pip install 'tribe-tta[plots]'"
 
 
 def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure":
     """Draw the error per domain of each method, mean over its records, above the classes that each domain played."""
     first = next(iter(records.values()))[0]
-    figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(first.domains)), 6.4), heights=(3, 2))
+    figure, (above, below) = _panels((max(6.0, 1.5 + 0.55 * len(first.domains)), 6.4), heights=(3, 2))
     place = range(len(first.domains))
     for i, (name, runs) in enumerate(records.items()):
         error = 100 * torch.stack([metrics.domain_error(record) for record in runs]).nanmean(0)
         mean = 100 * torch.stack([metrics.instance_error(record) for record in runs]).mean()
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-        above.plot(place, error.numpy(), label=plain_label(f"{name}: {mean:.1f} %"), linewidth=1.2, **style)
+        above.plot(place, error.numpy(), label=plain_label(f"{name}: {mean:.1f} %"), **line_style(i))
     above.set(ylabel="instance error, %", ylim=(0, None), xlim=(-0.5, len(place) - 0.5), xticks=place)
     above.set_title(plain_label(title))
     above.tick_params(labelbottom=False)
@@ -55,7 +55,7 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
 def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = (), window: int = 64) -> "Figure":
     """Draw class counts per domain, and how balanced the classes are in each window of the stream."""
     names = tuple(domains) or tuple(str(d) for d in range(len(labels)))
-    figure, (above, below) = _figure((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
+    figure, (above, below) = _panels((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
     _counts(above, class_counts(plan, labels), names)
     balance = local_balance(plan, labels, window)
     below.plot(window * torch.arange(len(balance)).numpy(), balance.numpy(), color=COLOURS[1], linewidth=0.8)
@@ -77,7 +77,7 @@ def heat_maps(
     """Draw tables of numbers as maps, side by side; NaN stays white, and ``marks`` put a frame around cells."""
     wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))
     size = (wide * max(len(maps), 1) + 0.08 * max(map(len, downwards)), max(2.4, 1.6 + 0.42 * len(downwards)))
-    figure, panels = _figure(size, (1,), columns=max(len(maps), 1))
+    figure, panels = _panels(size, (1,), columns=max(len(maps), 1))
     from matplotlib.patches import Rectangle
 
     for axes, (title, numbers) in zip(panels, maps.items(), strict=False):
@@ -90,7 +90,7 @@ def heat_maps(
             frame.set(edgecolor=MARKS[i % len(MARKS)], label=plain_label(name))
             axes.add_patch(frame)
         axes.set(title=plain_label(title), xlabel=plain_label(names[0]), ylabel=plain_label(names[1]))
-        axes.set_xticks(range(len(across)), [plain_label(t) for t in across], rotation=40, ha="right", fontsize="small")
+        name_columns(axes, across)
         axes.set_yticks(range(len(downwards)), [plain_label(text) for text in downwards], fontsize="small")
     if marks and maps:
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
@@ -138,13 +138,33 @@ def plain_label(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-def _figure(size: tuple[float, float], heights: Sequence[float], columns: int = 1) -> tuple["Figure", Any]:
-    """A figure, and its panels: one for each height, or as many columns."""
+# -- parts of charts, here and elsewhere -------------------------------------------------------------------------------
+
+
+def new_figure(size: tuple[float, float], layout: str | None = "constrained", needs: str = NEEDS) -> "Figure":
+    """Return an empty figure; ``needs`` is the error message without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("charts need matplotlib: pip install 'tribe-tta[plots]'", name=error.name) from error
-    figure = Figure(figsize=size, layout="constrained")
+        raise ModuleNotFoundError(needs, name=error.name) from error
+    return Figure(figsize=size, layout=layout)  # type: ignore[arg-type]
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Return the colour, marker and width of a line."""
+    colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
+    return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.2}
+
+
+def name_columns(axes: Any, names: Sequence[str], step: int = 1) -> None:
+    """Name every ``step``-th column below the axes."""
+    shown = [plain_label(name) for name in names[::step]]
+    axes.set_xticks(range(0, len(names), step), shown, rotation=40, ha="right", fontsize="small")
+
+
+def _panels(size: tuple[float, float], heights: Sequence[float], columns: int = 1) -> tuple["Figure", Any]:
+    """Return a figure, and its panels: one for each height, or as many columns."""
+    figure = new_figure(size)
     return figure, figure.subplots(len(heights), columns, height_ratios=heights, squeeze=False).flatten()
 
 
@@ -154,7 +174,7 @@ def _counts(axes: Any, counts: Tensor, domains: Sequence[str]) -> None:
     ticks = [t for t in (1, 10, 100, 1000, 10000) if t <= max(float(counts.max()), 1.0)]
     bar = axes.figure.colorbar(shown, ax=axes, ticks=torch.tensor(ticks).log1p().tolist(), label="images")
     bar.ax.set_yticklabels([str(t) for t in ticks])
-    axes.set(ylabel="class", xticks=range(len(domains)))
+    axes.set(ylabel="class")
+    name_columns(axes, domains)
     if counts.shape[1] <= 20:
         axes.set_yticks(range(counts.shape[1]))
-    axes.set_xticklabels([plain_label(name) for name in domains], rotation=40, ha="right", fontsize="small")

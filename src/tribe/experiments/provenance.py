@@ -36,9 +36,7 @@ LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages,
 def code_of(*parts: Any, strict: bool = True) -> str | None:
     """Return a hash of the files of custom classes or functions; None if all are part of tribe.
 
-    Args:
-        parts: Classes or functions.
-        strict: Refuse code that is in no file, as in a notebook. Otherwise it is left out.
+    With ``strict``, code that is in no file, as in a notebook, is refused. Otherwise it is left out.
 
     Example:
         >>> from tribe.methods.tent import Tent

@@ -131,12 +131,7 @@ class Record(NamedTuple):
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Record":
-        """Read a file of `save`.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            ValueError: The file is not a record, or it is damaged.
-        """
+        """Read a file of `save`; raise ValueError if it is not a record, or is damaged."""
         if not Path(path).is_file():
             raise FileNotFoundError(f"no record at {path}")
         try:

@@ -2,8 +2,7 @@
 
 A filter stands behind a method and never feeds what it learns. So one play of the method serves any number of filters:
 
-    records = run(net, method, stream, keep_outputs=True)
-    filtered = replay(records, tribe.filters.create("time", within="batch"))  # as in run(net, METHOD+time, stream)
+    filtered = replay(run(net, method, stream, keep_outputs=True), tribe.filters.create("time", within="batch"))
 """
 
 import contextlib

@@ -1,11 +1,6 @@
 """The difference between two results: their specs, the first image they predict differently, and errors per domain.
 
-    difference = diff_results(load_side("3fe1", "runs"), load_side("runs/90ab12cd34ef5678"))
-    difference.spec                     # fields that differ, with both values
-    difference.streams[0].first         # the first image with two different predictions
-    difference.domains                  # the error of both in each domain
-
-Both must have met the same images in the same order: `DifferentData` is raised otherwise.
+difference = diff_results(load_side("3fe1", "runs"), load_side("runs/90ab12cd34ef5678"))
 """
 
 import math
@@ -137,11 +132,7 @@ def _side_of_result(result: Result) -> Side:
 
 
 def diff_results(a: Side, b: Side) -> ResultDiff:
-    """Return what differs between two results.
-
-    Raises:
-        DifferentData: They are of different streams.
-    """
+    """Return what differs between two results; raise `DifferentData` if they are of different streams."""
     _refuse_different_data(a, b)
     seeds = tuple(seed for seed in a.scores if seed in b.scores)
     if not seeds:

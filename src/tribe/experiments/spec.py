@@ -28,13 +28,10 @@ class ComponentSpec:
 
 
 def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
-    """Return the spec of a data set, scenario or method.
+    """Return the spec of a data set, scenario or method, by its name in the registry.
 
-    Args:
-        name: Of the component in its registry.
-        component: The data set, scenario or method.
-        strict: Refuse a field that JSON cannot hold, and custom code that is in no file. Otherwise such a field
-            becomes its repr, and such code is left out.
+    With ``strict``, a field that JSON cannot hold, or custom code in no file, is refused. Otherwise such a field
+    becomes its repr, and such code is left out.
     """
     fields = encode_fields(component) if dataclasses.is_dataclass(component) else {}
     if not isinstance(component, Method | Pipeline):
@@ -51,10 +48,7 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
 
 
 def same_for_all_seeds(scenario: Any) -> str | None:
-    """Return why a scenario plays one stream for all seeds; None if it does not, or is unknown here.
-
-    Args:
-        scenario: The scenario as a spec holds it.
+    """Return why a scenario of a spec plays one stream for all seeds; None if it does not, or is unknown here.
 
     Example:
         >>> same_for_all_seeds({"name": "replay", "fields": {}})

@@ -118,11 +118,9 @@ class Result:
         return records
 
     def values(self, metric: str, domain: str | None = None) -> list[float]:
-        """Return a number for each seed, NaN where there is none.
+        """Return a metric, or "seconds_per_image", of each seed, NaN where there is none.
 
-        Args:
-            metric: A key of the metrics, or "seconds_per_image".
-            domain: For "domain_error": the domain, with or without its severity.
+        "domain_error" needs the domain, with or without its severity.
         """
         numbers = []
         for stream in self.streams.values():

@@ -76,12 +76,8 @@ class Stream:
     def starting_at(self, step: int, *, pin: bool = False, ahead: int = 1) -> Iterator[Batch]:
         """Yield the batches from one on, as a run that is resumed needs them.
 
-        While one batch is used, the next ones are read. A caller that stops early waits for nothing.
-
-        Args:
-            step: the first batch.
-            pin: in memory that a GPU copies from by itself.
-            ahead: how many batches are read meanwhile; no more are in memory. More than one pays on a GPU alone.
+        While one is used, the next ``ahead`` are read; more than one pays on a GPU alone. With ``pin``, they are in
+        memory that a GPU copies from by itself. A caller that stops early waits for nothing.
         """
         reading: deque[Future[Batch]] = deque()
         for t in range(step, len(self)):
@@ -95,12 +91,9 @@ class Stream:
     def _begin(self, step: int, pin: bool) -> "Future[Batch]":
         """Read a batch in a new thread.
 
-        A thread that lives on would keep its own team of OpenMP threads. With more threads than cores, OpenMP puts the
-        main thread's team to sleep between any two operations, which costs small networks on a CPU a third.
-
-        An executor takes no work once the main thread has ended, and other threads may still play; so this is a plain
-        thread. It is a daemon only if its parent is one: a program that ends waits for the batch that is being read,
-        because a thread that is killed inside torch aborts the process.
+        A thread that lives on would keep its own team of OpenMP threads, which costs small networks on a CPU a third.
+        An executor takes no work once the main thread has ended. The thread is a daemon only if its parent is one: a
+        thread that is killed inside torch aborts the process, so a program that ends waits for the batch.
         """
         future: Future[Batch] = Future()
 

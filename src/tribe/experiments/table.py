@@ -179,11 +179,7 @@ class RunCheckpoint:
     def resume(
         self, source: Any, start: Sequence[Columns], stream: Stream, outputs: Kind | None
     ) -> tuple[Any, Sequence[Columns], int]:
-        """Return state, columns of each stream and batches done, from the file; without one, those of the start.
-
-        Raises:
-            StateFileError: The file is damaged, or of another run.
-        """
+        """Return state, columns of each stream and batches done, from the file; without one, those of the start."""
         if not self.path.exists():
             return clone(source), start, 0
         header, tensors = tensor_file.read(self.path, CHECKPOINT)

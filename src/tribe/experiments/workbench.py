@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 
 
 class MissingKnowledge(KnowledgeError):
-    """A method whose source knowledge is missing or cannot be used: why, and the command that makes it."""
+    """Source knowledge that is missing or cannot be used: why, and the command that makes it."""
 
     def __init__(self, why: str, command: str) -> None:
         super().__init__(f"{why}. Here: {command}")

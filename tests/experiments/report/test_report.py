@@ -22,7 +22,7 @@ from tribe.experiments import report, store
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Watched
 from tribe.experiments.report import groups
-from tribe.experiments.spec import ComponentSpec
+from tribe.experiments.spec import ComponentSpec, plain
 from tribe.methods.encoding import encode_fields
 
 VOID = {"br", "hr", "input", "link", "meta"}
@@ -219,7 +219,7 @@ def test_results_of_different_specs_are_never_in_one_group_and_the_title_says_wh
 
 
 def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tmp_path):
-    usual = as_json(encode_fields(tribe.methods.create("tribe", classes=10)))
+    usual = plain(encode_fields(tribe.methods.create("tribe", classes=10)))
     preset = usual | tribe.methods.get("tribe").presets["cifar10"]
     folder = keep(
         tmp_path / "runs",
@@ -235,7 +235,7 @@ def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tm
 
 def test_what_follows_from_another_field_is_not_said(tmp_path):
     other = encode_fields(tribe.methods.create("tribe", classes=10, convention="paper"))
-    spec = record(fields=as_json(other | tribe.methods.get("tribe").presets["cifar10"])).spec
+    spec = record(fields=plain(other | tribe.methods.get("tribe").presets["cifar10"])).spec
     assert groups.departures(spec) == {"convention": "paper"}
 
 
@@ -275,13 +275,9 @@ def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewher
 SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=400")
 
 
-def as_json(fields):
-    return json.loads(json.dumps(fields, default=groups._fields_of))
-
-
 @pytest.mark.parametrize("room", [1, 10**6])
 def test_room_for_larger_images_is_a_departure_only_if_it_is_smaller(room):
-    fields = as_json(encode_fields(tribe.methods.create("rotta", classes=10, room=room)))
+    fields = plain(encode_fields(tribe.methods.create("rotta", classes=10, room=room)))
     spec = record("rotta", fields=fields, dataset="live-mnist-c").spec
     assert groups.departures(spec) == ({"room": room} if room == 1 else {})
 

@@ -39,12 +39,10 @@ def time_in_turns(
     periods: Mapping[Name, int] | None = None,
     on_timing: Callable[[Name], None] | None = None,
 ) -> dict[Name, list[float]]:
-    """Time contenders in turns; return seconds a call, one value a round. Warm them up first.
+    """Time contenders, which are warm, in turns; return seconds a call, one value a round.
 
-    Args:
-        block: the shortest timing in seconds, with at most `MOST` calls.
-        periods: calls after which the cost of a call repeats, where that is not 1; a block is whole periods.
-        on_timing: called with the name of a contender after each of its timings.
+    A timing takes ``block`` seconds, but at most `MOST` calls, in whole ``periods``: calls after which the cost of a
+    call repeats.
     """
     period = {name: (periods or {}).get(name, 1) for name in calls}
     length = {}

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from torch import Tensor
 
 from tribe.experiments import metrics
-from tribe.experiments.plots import plain_label
+from tribe.experiments.plots import name_columns, new_figure, plain_label
 from tribe.experiments.record import Record
 from tribe.experiments.report.groups import CALIBRATION, COST, INSTANCE, MethodRow, PlayedStream, ResultGroup
 from tribe.fields import printable
@@ -28,6 +28,7 @@ MOST_NAMES = 16  # domains named on an axis
 MOST_BORDERS = 60  # starts of domains that are drawn
 MOST_CELLS = 100  # columns of a map of classes; with more classes, neighbours share a cell
 SIZE = (6.0, 3.4)  # inches
+NEEDS = "a report needs matplotlib: pip install 'tribe-tta[report]'"
 HUES = 8  # colours of methods in the style of the page
 MARKERS, DASHES = "osD^vP*X", ("-", "--", ":", "-.")
 TEXT, GRID, TINT = "#fd0000", "#fd0100", (0.36, 0.56, 0.88)
@@ -63,20 +64,11 @@ def domain_errors(group: ResultGroup, rows: Sequence[MethodRow], series: Series)
     figure, axes = _axes("domain", "instance error, %", fitted=True)
     for label, values in errors.items():
         _curve(axes, range(len(values)), values, series[label], markers=True)
-    step = math.ceil(len(group.domains) / MOST_NAMES)
-    names = [plain_label(name) for name in group.domains[::step]]
-    axes.set_xticks(range(0, len(group.domains), step), names, rotation=40, ha="right")
+    name_columns(axes, group.domains, math.ceil(len(group.domains) / MOST_NAMES))
     axes.set_ylim(bottom=0)
-    title, body = "Error per domain", _lines(group.domains, errors)
     caption = "Instance error in each domain, mean over seeds."
-    return Chart(
-        title,
-        caption,
-        _svg(figure, group, title, errors),
-        dict(zip(errors, errors, strict=True)),
-        ("domain", *errors),
-        body,
-    )
+    table = ("domain", *errors), _lines(group.domains, errors)
+    return _chart(figure, group, "Error per domain", caption, {label: label for label in errors}, table)
 
 
 def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -95,9 +87,8 @@ def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Serie
     axes.set_ylim(bottom=0)
     caption = f"Prequential: the error over the last {window} images, mean over seeds."
     caption += " A vertical line marks the start of a domain." if borders else ""
-    head, body = _sampled(places, curves)
-    title = "Error over time"
-    return Chart(title, caption, _svg(figure, group, title, curves), dict(zip(curves, curves, strict=True)), head, body)
+    legend = {label: label for label in curves}
+    return _chart(figure, group, "Error over time", caption, legend, _sampled(places, curves))
 
 
 def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -115,8 +106,7 @@ def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -
     scores = {row.label: row.score(CALIBRATION) for row in rows}
     legend = {label: f"{label}: ECE {s if math.isfinite(s.mean) else '–'} %" for label, s in scores.items()}
     body = [(edge, *(cells[label][i] for label in cells)) for i, edge in enumerate(edges)]
-    title = "Calibration"
-    return Chart(title, caption, _svg(figure, group, title, legend.values()), legend, ("confidence", *bins), body)
+    return _chart(figure, group, "Calibration", caption, legend, (("confidence", *bins), body))
 
 
 def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -130,8 +120,7 @@ def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart
     axes.set_ylim(bottom=0)
     legend = {label: f"{label}: {ms:.2f} ms, {error:.1f} %" for label, (ms, error) in both.items()}
     caption = "Time to predict and adapt, against instance error. Lower left is better."
-    title = "Cost against error"
-    return Chart(title, caption, _svg(figure, group, title, legend.values()), legend)
+    return _chart(figure, group, "Cost against error", caption, legend)
 
 
 def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -157,9 +146,7 @@ def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> 
     caption = f"Accuracy over the last {window} images, mean over seeds; dotted: as it was estimated, without labels."
     caption += " A mark at the top is an alarm." if found else " There was no alarm."
     columns = {f"{label}, {what}": of[label] for label in true for what, of in (("true", true), ("estimated", guessed))}
-    head, body = _sampled(places, columns)
-    title = "Accuracy, estimated and true"
-    return Chart(title, caption, _svg(figure, group, title, found or legend.values()), legend, head, body)
+    return _chart(figure, group, "Accuracy, estimated and true", caption, legend, _sampled(places, columns), found)
 
 
 def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> Markup:
@@ -252,13 +239,7 @@ def _sampled(places: Tensor, columns: Mapping[str, Sequence[float]]) -> tuple[Se
 
 
 def _axes(across: str, up: str, *, fitted: bool = False) -> tuple[Any, Any]:
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a report needs matplotlib: pip install 'tribe-tta[report]'", name=error.name
-        ) from error
-    figure = Figure(figsize=SIZE, layout="constrained" if fitted else None)  # fitted to long names, which takes time
+    figure = new_figure(SIZE, "constrained" if fitted else None, NEEDS)  # fitted to long names, which takes time
     axes = figure.subplots()
     if not fitted:
         figure.subplots_adjust(left=0.1, right=0.98, top=0.97, bottom=0.15)
@@ -274,6 +255,19 @@ def _axes(across: str, up: str, *, fitted: bool = False) -> tuple[Any, Any]:
 def _curve(axes: Any, x: Sequence[float], y: Sequence[float], series: int, *, markers: bool = False) -> None:
     style = {**swatch(series), **({} if markers else {"marker": ""})}
     axes.plot(x, y, gid=f"series-{series}", linewidth=1.3, markersize=4, **style)
+
+
+def _chart(
+    figure: Any,
+    group: ResultGroup,
+    title: str,
+    caption: str,
+    legend: Mapping[str, str],
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] = ((), ()),
+    description: Sequence[str] = (),
+) -> Chart:
+    """Return a chart with its numbers; it is described by its legend, unless there is a ``description``."""
+    return Chart(title, caption, _svg(figure, group, title, description or legend.values()), legend, *table)
 
 
 def _svg(figure: Any, group: ResultGroup, title: str, description: Iterable[str]) -> Markup:

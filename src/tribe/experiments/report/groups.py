@@ -4,7 +4,6 @@ All of a spec but the method and the seed makes a *group*. In a group, a method 
 results differ in nothing but the seed.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -24,7 +23,7 @@ from tribe.data import datasets
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.record import Record
-from tribe.experiments.spec import by_place, with_whole_numbers
+from tribe.experiments.spec import by_place, plain, with_whole_numbers
 from tribe.experiments.statistics import Spread, spread
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
 from tribe.fields import is_number
@@ -430,13 +429,8 @@ def _built(name: str | None, data: str | None, fields: Fields, overrides: Fields
         method = methods.create(name, **{k: decode_value(v) for k, v in given.items() if not isinstance(v, Mapping)})
     except (ValueError, TypeError, AttributeError, ArithmeticError):  # no run has had such fields
         return {}
-    plain: dict[str, Any] = json.loads(json.dumps(encode_fields(method), default=_fields_of))
-    return plain
+    return dict(plain(encode_fields(method)))
 
 
 def _differing(fields: Fields, usual: Fields) -> dict[str, Any]:
     return {key: value for key, value in fields.items() if key not in usual or usual[key] != value}
-
-
-def _fields_of(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else repr(value)
