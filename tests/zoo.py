@@ -171,6 +171,18 @@ class Wrapped(nn.Module):
         return self.change(self.inner(x))
 
 
+class Bare(nn.Module):
+    """One norm layer and nothing else: what a Backbone returns is exactly what its slot computed."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.bn = layer
+        self.precision = nn.Parameter(torch.ones(()))  # images take the precision of the weights that are not a norm's
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(x).flatten(1)
+
+
 def mixed() -> nn.Module:
     """A LayerNorm without affine parameters, and one without a bias, beside a BatchNorm."""
     norms = (nn.BatchNorm1d(8), nn.LayerNorm(8, elementwise_affine=False), nn.Tanh(), nn.LayerNorm(8, bias=False))

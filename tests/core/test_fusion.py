@@ -215,15 +215,6 @@ class ByBatch(Stem):
         return self.nb(self.b(torch.relu(y) if len(x) == 2 else torch.sigmoid(y)))
 
 
-def test_a_pass_that_differs_from_the_trial_is_repeated_call_by_call():
-    torch.manual_seed(0)
-    net, norm = Backbone(ByBatch().double()), Balanced(4, 0.2, 0.3)
-    wanted, found = (passed(net, norm, switch) for switch in (False, True))
-    assert "a pass differed from the trial" in net.fusion.describe()
-    for a, b in zip(wanted, found, strict=True):
-        assert torch.equal(a, b)
-
-
 class WithoutGradient(Stem):
     def body(self, x):
         y = self.na(self.a(x))
@@ -232,11 +223,14 @@ class WithoutGradient(Stem):
         return self.nb(self.b(y))
 
 
-def test_an_activation_without_gradient_stays_without():
+@pytest.mark.parametrize(
+    ("style", "reason"), [(ByBatch, "a pass differed from the trial"), (WithoutGradient, "without gradients")]
+)
+def test_a_pass_that_differs_from_the_trial_is_repeated_call_by_call(style, reason):
     torch.manual_seed(0)
-    net, norm = Backbone(WithoutGradient().double()), Balanced(4, 0.2, 0.3)
+    net, norm = Backbone(style().double()), Balanced(4, 0.2, 0.3)
     wanted, found = (passed(net, norm, switch) for switch in (False, True))
-    assert "without gradients" in net.fusion.describe()
+    assert reason in net.fusion.describe()
     for a, b in zip(wanted, found, strict=True):
         assert torch.equal(a, b)
 

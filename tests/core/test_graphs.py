@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tribe
+from method_runs import repeated
 from places import DATA
 from recordings import CASES, GOLDENS, RECORDED, TOLERANCE, replay
 from tribe.core import graphs, kernels
@@ -142,16 +143,6 @@ def test_the_harness_catches_operations_that_synchronise():
 
 
 # -- static memory, ping-pong and padding, with work repeated instead of recorded --------------------------------------
-
-
-def repeated():
-    """Replaces CUDA graphs where there are none: the same work on the same static memory."""
-
-    def record(work):
-        work()
-        return work
-
-    return record
 
 
 def pair(name="tribe", streams=2, **fields):

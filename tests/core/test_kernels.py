@@ -14,6 +14,7 @@ from torch import nn
 import reference
 import tribe
 from kernel_runs import DEVICE, HERE, channels_last, drawn, near, runs, without_and_with_kernels
+from method_runs import repeated
 from places import DATA
 from recordings import RECORDED, replay
 from tribe import norms
@@ -24,11 +25,13 @@ from tribe.core.graphs import Captured
 from tribe.core.kernels import activations, random_numbers, statistics
 from tribe.core.precision import float32_precision
 from tribe.core.state import Affine, Stats, leaves, rows_of
+from tribe.data.models.architectures import BatchNormReLU
 from tribe.filters.markov import FilterInput, Markov
 from tribe.methods import tribe as tribe_method
 from tribe.norms import pool_batch
 from tribe.norms.balanced import Balanced
 from tribe.testing import CLASSES, images, labels_in_bursts, predictions, small_network
+from zoo import Bare
 
 SHAPES = [
     (1, 2, 5, 3, 3),
@@ -233,40 +236,17 @@ def test_moments_pool_over_valid_samples(batch):
 # -- whole layers ------------------------------------------------------------------------------------------------------
 
 
-class Activated(nn.BatchNorm2d):
-    """BatchNorm with a built-in ReLU, as in timm."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels)
-        self.act = nn.ReLU()
-
-    def forward(self, x):
-        return self.act(super().forward(x))
-
-
-class Bare(nn.Module):
-    """One BatchNorm and nothing else."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.bn = layer
-        self.precision = nn.Parameter(torch.ones(()))
-
-    def forward(self, x):
-        return self.bn(x).flatten(1)
-
-
 @pytest.mark.parametrize("norm", RULES, ids=str)
 def test_a_built_in_relu_is_a_relu(norm):
     """It is fused, and computed again for the gradient: the numbers of a separate ReLU."""
     x, valid = drawn(2, 5, 7, 3, 3).double(), torch.ones(2, 5, dtype=torch.bool)
     stats = Stats(drawn(2, norm.classes, 7, seed=1).double(), drawn(2, norm.classes, 7, seed=2).abs().double() + 0.5)
     results = []
-    for layer in (Activated, nn.BatchNorm2d):
+    for layer in (BatchNormReLU, nn.BatchNorm2d):
         net = Backbone(Bare(layer(7)).double())
         given = [t.double().requires_grad_() for t in (x.clone(), drawn(2, 7, seed=4), drawn(2, 7, seed=5))]
         y = net(given[0], Affine(*given[1:]), stats, norm, torch.zeros(2, 5, dtype=torch.int64), valid).logits
-        y = y if layer is Activated else y.relu()
+        y = y if layer is BatchNormReLU else y.relu()
         results.append((y, *torch.autograd.grad(y.square().sum(), given)))
     assert (results[0][0] == 0).any()
     for a, b in zip(*results, strict=True):
@@ -276,7 +256,7 @@ def test_a_built_in_relu_is_a_relu(norm):
 @runs
 @pytest.mark.parametrize("pixels", [1, 3])
 @pytest.mark.parametrize("batch", [1, 6, 17])
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d, Activated])
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d, BatchNormReLU])
 @pytest.mark.parametrize("norm", RULES, ids=str)
 def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels):
     """Rows with invalid samples, and one in which nothing is valid: its statistics stay bit for bit."""
@@ -574,10 +554,6 @@ def test_the_recording_holds():
 def test_steps_from_static_memory_are_the_same_with_kernels():
     """Catches kernels that do not write into the memory of the state before last, where CUDA graphs read it."""
     method, net = tribe.methods.create("tribe", classes=CLASSES), Backbone(small_network()).to(DEVICE)
-
-    def repeated():
-        return lambda work: work
-
     with kernels.using("auto"):
         captured = Captured(method, net, repeated)
         here = there = method.init(net, 2)

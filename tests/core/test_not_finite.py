@@ -5,30 +5,25 @@ Such an image changes nothing and is counted; of the other images only those of 
 
 import pytest
 import torch
-from torch import nn
 
 import tribe
+from networks import Around
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.state import digest, leaves
-from tribe.testing import images, informed, small_network
+from tribe.testing import images, informed
 
 NAMES = [*methods.names(), "selftrain/iabn", "selftrain/robust+memory+st", "selftrain/mean-teacher"]
 
 
-class Standardised(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = small_network()
-
-    def forward(self, x):
-        mean, spread = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
-        return self.net((x - mean) / spread * 0.3 + 0.5)
+def standardised(inner, x):
+    mean, spread = x.mean((1, 2, 3), keepdim=True), x.std((1, 2, 3), keepdim=True)
+    return inner((x - mean) / spread * 0.3 + 0.5)
 
 
 @pytest.fixture(scope="module")
 def net():
-    return Backbone(Standardised())
+    return Backbone(Around(standardised))
 
 
 def built(name, net):
@@ -66,7 +61,7 @@ def test_a_black_frame_changes_nothing_and_is_counted(name, net):
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_screened_out_is_finite_in_every_layer(name):
     """Catches zeros in place of padding, bad images and free places of a memory, which become NaN in such a network."""
-    net = Backbone(Standardised().double())
+    net = Backbone(Around(standardised).double())
     method = built(name, net)
     start, good = method.init(net), images(1, 6, 3, torch.float64)
     padded = torch.cat((good, torch.full_like(good[:, :2], torch.nan)), 1)
@@ -93,15 +88,7 @@ def test_a_black_frame_of_one_stream_does_not_affect_others(net):
 
 
 def test_an_adapter_survives_an_overflow_in_float16():
-    class Loud(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = small_network()
-
-        def forward(self, x):
-            return self.net(x * x * 20)
-
-    adapter = tribe.adapt(Loud().half(), "tent")
+    adapter = tribe.adapt(Around(lambda inner, x: inner(x * x * 20)).half(), "tent")
     good = images(1, 6, 0)[0].half()
     adapter(good)
     before = digest(adapter.state.affine)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tribe
+from method_runs import repeated
 from networks import Around, Viewed, apart, batch, learner, side_by_side
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Captured, CapturedSegments
@@ -56,7 +57,7 @@ def test_what_was_recorded_is_recorded_anew_where_the_weights_have_moved(kind, m
             return self.fc(x.view(len(x), -1).unflatten(1, (6, -1)).mean(2))
 
     net = Backbone(Small())
-    steps, state = kind(ready(method), net, record=lambda: lambda work: work), ready(method).init(net)
+    steps, state = kind(ready(method), net, repeated), ready(method).init(net)
     small, large = torch.rand(1, 4, 3, 3, 3), torch.rand(1, 4, 3, 8, 8)
     _, state = steps.step(state, small)
     assert (steps.recorded, net.moves) == (1, 0)

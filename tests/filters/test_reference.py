@@ -21,11 +21,20 @@ def stream():
     return torch.where(bad.unsqueeze(-1), 2.5, logits), valid
 
 
-def check(answers, filtered, row):
-    for i, answer in enumerate(answers):
-        assert bool(filtered.used[row, i]) == (answer is not None)
-        if answer is not None:
-            assert (filtered.logits[row, i].exp() - torch.tensor(answer, dtype=torch.float64)).abs().max() <= 1e-9
+def play(rule, logits, valid, batch, answer):
+    """Compare a stream with ``answer(row, logits, valid)`` of a slow loop; where it is filtered, and the last state."""
+    state, used = rule.init(len(logits), logits.shape[-1], logits.new_empty(0)), []
+    for z, real in zip(logits.split(batch, 1), valid.split(batch, 1), strict=True):
+        filtered = rule.step(state, z, real)
+        state = filtered.state
+        used.append(filtered.used)
+        for row in range(len(logits)):
+            for i, wanted in enumerate(answer(row, z[row].tolist(), real[row].tolist())):
+                assert bool(filtered.used[row, i]) == (wanted is not None)
+                if wanted is not None:
+                    gap = filtered.logits[row, i].exp() - torch.tensor(wanted, dtype=torch.float64)
+                    assert gap.abs().max() <= 1e-9
+    return torch.cat(used, 1), state
 
 
 @pytest.mark.parametrize(
@@ -56,20 +65,13 @@ def test_markov_equals_the_slow_loop(fields, least, monkeypatch):
     monkeypatch.setattr(Chain, "least_confidence", least)
     rule, (logits, valid) = Markov(**fields), stream()
     slow = [MarkovFilter(CLASSES, rule) for _ in range(STREAMS)]
-    state, used = rule.init(STREAMS, CLASSES, logits.new_empty(0)), []
-    for z, real in zip(logits.split(23, 1), valid.split(23, 1), strict=True):
-        filtered = rule.step(state, z, real)
-        state = filtered.state
-        used.append(filtered.used)
-        for row, one in enumerate(slow):
-            check(one.add(z[row].tolist(), real[row].tolist()), filtered, row)
+    on, state = play(rule, logits, valid, 23, lambda row, z, real: slow[row].add(z, real))
     for row, one in enumerate(slow):
         for i, chain in enumerate(one.chains):
             for name in ("belief", "marginal", "rate", "recent", "evidence", "confidence"):
                 expected = torch.tensor(getattr(chain, name), dtype=torch.float64)
                 assert (getattr(state, name)[row, i] - expected).abs().max() <= 1e-9, name
             assert int(state.images[row]) == chain.images
-    on = torch.cat(used, 1)
     assert on.any()
     assert not on.all()
 
@@ -85,14 +87,7 @@ def test_markov_equals_the_slow_loop_where_a_temperature_gets_its_say_within_a_b
     logits += 0.1 * predictions(labels, classes, margin=0)
     valid = torch.arange(images) % 5 != 3
     rule, slow = Markov(within=within), [MarkovFilter(classes, Markov(within=within)) for _ in range(2)]
-    state, used = rule.init(2, classes, logits.new_empty(0)), []
-    for z, real in zip(logits.split(48, 1), valid.expand(2, -1).split(48, 1), strict=True):
-        filtered = rule.step(state, z, real)
-        state = filtered.state
-        used.append(filtered.used)
-        for row, one in enumerate(slow):
-            check(one.add(z[row].tolist(), real[row].tolist()), filtered, row)
-    on = torch.cat(used, 1)
+    on, _ = play(rule, logits, valid.expand(2, -1), 48, lambda row, z, real: slow[row].add(z, real))
     assert on[:, -10:].any(1).all()
     assert not on[:, :50].any()
 
@@ -100,10 +95,5 @@ def test_markov_equals_the_slow_loop_where_a_temperature_gets_its_say_within_a_b
 def test_cofa_equals_the_slow_loop():
     rule, (logits, valid) = Cofa(), stream()
     slow = [CofaFilter() for _ in range(STREAMS)]
-    state = rule.init(STREAMS, CLASSES, logits.new_empty(0))
-    for z, real in zip(logits.split(23, 1), valid.split(23, 1), strict=True):
-        filtered = rule.step(state, z, real)
-        state = filtered.state
-        for row, one in enumerate(slow):
-            check([one.add(*image) for image in zip(z[row].tolist(), real[row].tolist(), strict=True)], filtered, row)
+    _, state = play(rule, logits, valid, 23, lambda row, z, real: list(map(slow[row].add, z, real)))
     assert state.logits.tolist() == [one.last for one in slow]

@@ -156,10 +156,3 @@ def test_every_row_of_the_papers_tables_has_a_name():
 def test_settings_that_make_no_sense_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         methods.create("selftrain", classes=4, **fields)
-
-
-def test_an_unknown_variant_names_near_ones():
-    with pytest.raises(ValueError, match="did you mean 'fixmatch'"):
-        methods.create("selftrain/fixmach", classes=4)
-    with pytest.raises(ValueError, match="tent has no variant 'slow'"):
-        methods.create("tent/slow")
