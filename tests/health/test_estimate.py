@@ -91,7 +91,7 @@ def test_a_ring_of_the_last_images_equals_keeping_all(batch):
         ended += 7 * now * (len(kept) // 7 - (len(kept) - batch) // 7)
         assert read.accuracy.item() == pytest.approx(now, abs=1e-6)
         assert read.overall.item() == pytest.approx((ended + now * (len(kept) % 7)) / len(kept), abs=1e-5)
-        assert read.images.item() == len(kept)
+        assert state.images.item() == len(kept)
         half = ESTIMATOR.half_width(features, torch.tensor(len(predicted)))
         assert read.high.item() == pytest.approx(min(now + half.item(), 1), abs=1e-5)
 

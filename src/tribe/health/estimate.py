@@ -197,7 +197,7 @@ class Estimator:
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
         low, high = (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
-        return Estimate(accuracy, low, high, overall, state.images)
+        return Estimate(accuracy, low, high, overall)
 
     def _features(self, state: "EstimateState") -> Features:
         """The features of the last images (S,)."""
@@ -220,4 +220,3 @@ class Estimate(NamedTuple):
     low: Tensor  # (S,) the lower end of the interval that holds this window's accuracy with a probability of 90 %
     high: Tensor  # (S,) its upper end
     overall: Tensor  # (S,) over the whole stream
-    images: Tensor  # (S,) int64, how many images the stream has shown

@@ -180,7 +180,7 @@ class Watch:
         entropy, trusted = ((sums / images.clamp_min(1)).tolist() for sums in reported)
         columns: dict[str, Sequence[Any]] = {
             "images": watch.alarms.images.tolist(),
-            **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields[:4]},
+            **{name: getattr(estimate, name).tolist() if known else none for name in Estimate._fields},
             "calibrated": [known] * len(none),
             "alarms": [tuple(k for k, on in zip(KINDS, row, strict=True) if on) for row in watch.alarms.on.tolist()],
             "entropy": entropy,

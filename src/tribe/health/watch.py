@@ -36,7 +36,6 @@ class WatchState(NamedTuple):
 class Watcher:
     """Watch streams. ``probe``: every so many images of a batch, one is also predicted by the source; 0: none."""
 
-    classes: int
     probe: int
     estimator: Estimator
     normal: Reference | None  # what is normal for the source; None without a calibration
@@ -47,16 +46,17 @@ class Watcher:
         """Return what watches streams on a device; without a calibration nothing is estimated."""
         if calibration is None:
             empty = GaussianProcess.flat(len(Features._fields), device)
-            return Watcher(classes, probe, Estimator(classes, 1.0, empty), None)
+            return Watcher(probe, Estimator(classes, 1.0, empty), None)
         normal = Reference(*(t.to(device) for t in calibration.normal))
-        return Watcher(classes, probe, calibration.estimator.to(device), normal)
+        return Watcher(probe, calibration.estimator.to(device), normal)
 
     def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""
+        classes = self.estimator.classes
         return WatchState(
-            self.alarms.init(streams, self.classes, net.device),
+            self.alarms.init(streams, classes, net.device),
             self.estimator.init(streams, net.device),
-            torch.zeros(streams, self.classes, dtype=torch.int64, device=net.device),
+            torch.zeros(streams, classes, dtype=torch.int64, device=net.device),
             torch.zeros(streams, 2, device=net.device),
             start_shift(net, streams),
             torch.zeros(streams, 3, device=net.device),

@@ -31,7 +31,6 @@ from tribe.streams.batching import Arrived
 from tribe.streams.core import Streams
 
 NAME = "adapter"  # of the only entry
-PREFIXES = "adapted.", "net."  # of the names in a state dict
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -359,7 +358,9 @@ class Adapter(NetworkInterface):
                     f"the state dict is not of this network, method and number of streams: {', '.join(wrong[:4])} "
                     "missing, unexpected, of another shape or no tensor. Nothing was loaded"
                 )
-            adapted, weights = ({k.removeprefix(p): state_dict[k] for k in shared if k.startswith(p)} for p in PREFIXES)
+            adapted, weights = (
+                {k.removeprefix(p): state_dict[k] for k in shared if k.startswith(p)} for p in ("adapted.", "net.")
+            )
             if names := states.not_finite(adapted):
                 raise RuntimeError(
                     f"the state dict holds a state that is not finite ({', '.join(names[:4])}), which can predict "

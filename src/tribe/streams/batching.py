@@ -10,7 +10,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
-from tribe.core.state import Affine, Stats, leaves, per_stream, rebuild, tree_map
+from tribe.core.state import leaves, per_stream, rebuild, tree_map
 from tribe.core.validation import as_mask, as_order, in_order
 from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
 
@@ -153,7 +153,7 @@ class Runner:
     ) -> None:
         self.method, self.net, self.classes, self.padded = method, net, classes, padded
         self._options, self._copies = (graphs, deterministic), copies
-        self._unpadded = Steps(method, net, graphs, deterministic)  # refuses bad arguments now
+        self.unpadded = Steps(method, net, graphs, deterministic)  # refuses bad arguments now
         self._padded: OrderedDict[torch.Size, Steps] = OrderedDict()  # by shape, the least recently used first
 
     def step(self, group: EntryGroup, states: Sequence[Any], retired: Any = None) -> tuple[Tensor, list[Any] | None]:
@@ -169,7 +169,7 @@ class Runner:
             logits, state = self.method.predict_and_advance(self.net, state, group.x, group.valid)
             filtered = Pipeline.of(self.method).filter is not None
             return logits, scatter(state, group.entries, len(states), copy=False) if filtered else None
-        steps = self._steps_of(group.x.shape) if self.padded else self._unpadded
+        steps = self._steps_of(group.x.shape) if self.padded else self.unpadded
         if group.entries == 1 and not self._copies:
             logits, state = steps(states[0], group.x, group.valid, retired)
             return logits, [state]
@@ -199,15 +199,10 @@ class Runner:
         logits = deployed().logits(self.net, x, seen)
         return mask_logits(logits, seen & finite(logits))
 
-    @property
-    def capture_disabled_reason(self) -> str | None:
-        """Why steps are not captured in CUDA graphs; None if they are."""
-        return self._unpadded.capture_disabled_reason
-
     def use(self, net: Backbone) -> None:
         """Go on with this network; recordings of another, or of this one before it moved, are dropped."""
         self.net = net
-        self._unpadded.use(net)
+        self.unpadded.use(net)
         self._padded.clear()
 
     def _steps_of(self, shape: torch.Size) -> Steps:
@@ -246,7 +241,7 @@ def gather_deployed(networks: Sequence[Deployed]) -> Deployed:
     """Join networks into one."""
     if len(networks) == 1:
         return networks[0]
-    affine = Affine(*(torch.cat(rows) for rows in zip(*(n.affine for n in networks), strict=True)))
-    stats = Stats(*(torch.cat(rows) for rows in zip(*(n.stats for n in networks), strict=True)))
     weights = None if networks[0].weights is None else [own for n in networks for own in n.weights or ()]
-    return Deployed(affine, stats, networks[0].norm, weights)
+    return Deployed(
+        gather([n.affine for n in networks]), gather([n.stats for n in networks]), networks[0].norm, weights
+    )

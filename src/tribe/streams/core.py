@@ -146,7 +146,7 @@ class Streams:
                 self._retired = retired if new[self._single].state is then else then
             if events:
                 self.alarms.publish(events)
-            return {name: own[0] if arrived[name].added else own for name, own in results.items()}
+            return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
 
     def _observed(self, name: str, before: Entry, after: Entry, arrived: Arrived, events: list[Event]) -> Entry:
         """The entry after a step, with its history and what its alarms say."""
@@ -176,7 +176,7 @@ class Streams:
                 marked |= {} if bad is None else group.split(group.real(bad), arrived)
         for name in arrived:
             self.table.change(name, bad=marked.get(name))
-        return {name: own[0] if arrived[name].added else own for name, own in results.items()}
+        return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
 
     def _deployed(self, group: EntryGroup, entries: Mapping[str, Entry]) -> Deployed:
         """The network that a group predicts with; that of an entry is made once for each state."""
@@ -196,7 +196,7 @@ class Streams:
     @property
     def capture_disabled_reason(self) -> str | None:
         """Why steps are not captured in CUDA graphs; None if they are."""
-        return self._runner.capture_disabled_reason
+        return self._runner.unpadded.capture_disabled_reason
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -92,8 +92,7 @@ class Fleet(Streams):
     @torch.no_grad()
     def __call__(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Predict, then adapt, the streams that have images; frozen ones only predict. Unknown streams are added."""
-        answers = self.step(self._arrived(images))
-        return {name: answers[name] for name in images}
+        return self.step(self._arrived(images))
 
     def learn(self, images: Mapping[str, Tensor]) -> None:
         """Adapt to images and return nothing. A frozen stream learns nothing."""
@@ -103,8 +102,7 @@ class Fleet(Streams):
     @torch.no_grad()
     def predict(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Predict without adapting, with the last states: a step in another thread is not waited for."""
-        answers = self.run_prediction(self._arrived(images))
-        return {name: answers[name] for name in images}
+        return self.run_prediction(self._arrived(images))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -122,10 +120,9 @@ class Fleet(Streams):
             raise TypeError(
                 f"expected images by the name of their stream, as {{'cam1': x}}; got {type(images).__name__}"
             )
-        for name in images:
-            check_name(name)
         arrived = {}
         for name, x in images.items():
+            check_name(name)
             try:
                 arrived[name] = Arrived.of(x, self.net, 1)
             except (TypeError, ValueError) as error:
