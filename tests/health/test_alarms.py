@@ -157,14 +157,14 @@ def pictures(streams, count, seed=0):
     return fine.view(streams, count, 3, 16, 16)
 
 
-def look(x, size=SIZE, valid=None):
+def look(x, size=SIZE, valid=None, reference=None):
     """Give images (S, N, ...) to the alarms: all events, and the last state."""
     state, seen, events = ALARMS.init(len(x), CLASSES), None, []
     valid = torch.ones(x.shape[:2], dtype=torch.bool) if valid is None else valid
     for images, marks in zip(x.split(size, 1), valid.split(size, 1), strict=True):
         verdict, state = ALARMS.look(state, images, marks)
-        output = torch.zeros(*marks.shape, CLASSES)
-        state = ALARMS.observe(state, verdict, output, marks, torch.zeros(len(x)))
+        output = 5 * images.flatten(2)[..., :CLASSES] if reference else torch.zeros(*marks.shape, CLASSES)
+        state = ALARMS.observe(state, verdict, output, marks, torch.zeros(len(x)), reference=reference)
         new, seen = read_alarms(state, seen)
         events += new
     return events, state
@@ -200,15 +200,17 @@ def test_streams_together_equal_streams_alone_and_padding_leaves_no_trace():
     x = pictures(3, 120)
     x[1, 50:] = 0
     x[2, 20:] *= 255
-    together, end = look(x)
+    reference = Reference(0.9 + 0.1 * torch.linspace(0, 1, 64).expand(CLASSES, 64), torch.tensor(0.1))
+    together, end = look(x, reference=reference)
+    assert len(end.martingale.mean.unique()) == len(end.martingale.log_wealth.unique(dim=0)) == 3
     for i in range(3):
-        alone, state = look(x[i : i + 1])
+        alone, state = look(x[i : i + 1], reference=reference)
         assert [event[1:] for event in alone] == [event[1:] for event in together if event.stream == i]
         for (name, a), b in zip(leaves(stream(end, i, 3)).items(), leaves(state).values(), strict=True):
             torch.testing.assert_close(a, b, msg=name)
     padded, real = torch.rand(3, 6, 31, 3, 16, 16), torch.zeros(3, 6, 31, dtype=torch.bool)
     padded[:, :, 4:24], real[:, :, 4:24] = x.view(3, 6, 20, 3, 16, 16), True
-    events, state = look(padded.flatten(1, 2), size=31, valid=real.flatten(1, 2))
+    events, state = look(padded.flatten(1, 2), size=31, valid=real.flatten(1, 2), reference=reference)
     assert [event[:4] for event in events] == [event[:4] for event in together]
     torch.testing.assert_close(state, end)
 

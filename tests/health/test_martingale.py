@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from tribe.core.state import stream
 from tribe.health.martingale import MIN_BET, Martingale, Reference, fit_reference, rank
 
 CLASSES = 4
@@ -24,14 +23,13 @@ def source(count, shift=0.0, labels=None, seed=0):
 REFERENCE = fit_reference(*source(4000), CLASSES)
 
 
-def play(ranks, size=16, valid=None, test=None, reference=REFERENCE):
+def play(ranks, size=16, test=None, reference=REFERENCE):
     """Feed ranks (S, N) in batches: (stream, images so far, since) of every alarm, and the last state."""
     test = test or Martingale()
-    valid = torch.ones_like(ranks, dtype=torch.bool) if valid is None else valid
     state, images, alarms = test.init(len(ranks)), torch.zeros(len(ranks), dtype=torch.int64), []
-    for u, marks in zip(ranks.split(size, 1), valid.split(size, 1), strict=True):
-        alarm, state = test.step(reference, state, u, marks, images)
-        images = images + marks.sum(1)
+    for u in ranks.split(size, 1):
+        alarm, state = test.step(reference, state, u, torch.ones_like(u, dtype=torch.bool), images)
+        images = images + u.shape[1]
         for i in alarm.nonzero()[:, 0].tolist():
             alarms.append((i, int(images[i]), int(state.since[i, 0]), int(state.since[i, 1])))
     return alarms, state
@@ -86,22 +84,6 @@ def test_an_alarm_is_given_once_a_change_and_again_after_a_normal_time():
     parts = [source(2000, shift, seed=i) for i, shift in enumerate((0, 2, 0, 2))]
     alarms, _ = play(ranks(*parts))
     assert [images // 2000 for _, images, *_ in alarms] == [1, 3]
-
-
-def test_streams_together_equal_streams_alone_and_padding_weighs_nothing():
-    u = torch.cat([ranks(source(500, 0), source(500, shift)) for shift in (0.0, 2.0, -2.0)])
-    together, end = play(u, size=10)
-    assert {i for i, *_ in together} == {1, 2}
-    for i in range(3):
-        alone, state = play(u[i : i + 1], size=10)
-        assert [alarm[1:] for alarm in alone] == [alarm[1:] for alarm in together if alarm[0] == i]
-        torch.testing.assert_close(stream(end, i, 3), state)
-    padded = torch.full((3, 100, 17), math.nan)
-    real = torch.zeros(3, 100, 17, dtype=torch.bool)
-    padded[..., 2:12], real[..., 2:12] = u.view(3, 100, 10), True
-    alarms, state = play(padded.flatten(1), size=17, valid=real.flatten(1))
-    assert alarms == together
-    torch.testing.assert_close(state, end)
 
 
 def test_a_batch_without_images_changes_nothing():

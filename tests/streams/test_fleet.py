@@ -288,7 +288,7 @@ def test_a_state_of_a_stream_shares_no_memory_with_those_of_others():
     assert {t.untyped_storage().nbytes() // t.nbytes for t in tensors} == {1}
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 1.5}, {"exact": 3}, {"exact": "auto"}])
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 1.5}, {"exact": 3}, {"exact": "auto"}, {"graphs": True}])
 def test_wrong_limits_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         tribe.fleet(NET, **wrong)
