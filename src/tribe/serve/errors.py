@@ -114,7 +114,6 @@ EXPECTED = (  # a ValueError or an OSError of another type is a mistake in the s
     *(ServeError, UnknownStream, WrongName, StateFileError, StoreDown, StoreDamaged),
     *(msgspec.MsgspecError, torch.OutOfMemoryError),
 )
-SEE = "See the section Protocol of docs/serving.md"
 
 
 def as_serve_error(error: Exception) -> ServeError:
@@ -133,7 +132,8 @@ def as_serve_error(error: Exception) -> ServeError:
         case StoreDamaged():
             return ServeError(str(error))
         case msgspec.MsgspecError():
-            return BadRequest(f"the JSON or the query of the request cannot be read: {error}. {SEE}")
+            words = f"the JSON or the query of the request cannot be read: {error}"
+            return BadRequest(f"{words}. See the section Protocol of docs/serving.md")
         case torch.OutOfMemoryError():
             return Unavailable(f"not enough memory for this request: {error}. Send fewer images")
     return ServeError("an unexpected error in the server; its log says more")

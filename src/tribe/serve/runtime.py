@@ -128,15 +128,11 @@ class Runtime:
         self.scheduler.hold(stream, grant)
         try:
             await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.scheduler.release(stream)
-            raise
-        try:
             yield
         finally:
-            self.scheduler.release(stream)
-            self.on_progress()
+            if not granted.cancelled():  # else `grant` lets it go
+                self.scheduler.release(stream)
+                self.on_progress()
 
     # A change of a stream is made in the store, in the fleet and in the session. If it ended in the middle, they would
     # not agree. So it runs as a task of its own, which goes on although its caller is cancelled.

@@ -331,11 +331,6 @@ class Writer:
         self._failures = 0
         self._paused_until = 0.0
 
-    @property
-    def down(self) -> bool:
-        """Return whether the last call of the store failed."""
-        return self._failures > 0
-
     async def round(self, sessions: Iterable[StreamSession]) -> None:
         """Store the streams that changed, the oldest change first, up to the bytes of a round."""
         if self.runtime.clock() < self._paused_until:

@@ -16,7 +16,7 @@ from torch import Tensor
 from places import DATA, SHARED
 from tribe import corruptions
 from tribe.core.rng import Key
-from tribe.data.corruptions import common, mnist
+from tribe.data.corruptions import common
 from tribe.data.scenarios import CIFAR_C, MNIST_C
 
 GOLDENS = SHARED / "goldens"
@@ -165,7 +165,6 @@ def test_an_image_does_not_depend_on_its_batch(name: str, monkeypatch: pytest.Mo
     order = torch.randperm(11, generator=torch.Generator().manual_seed(1))
     assert torch.equal(corruptions.apply(x[order], short, 5, index=index[order]), together[order])
     monkeypatch.setitem(corruptions.CHUNK, "cpu", 2 * x[0].numel())
-    monkeypatch.setitem(mnist.CLOUDS, "cpu", 2 * 256**2)
     assert torch.equal(corruptions.apply(x, short, 5, index=index), together)
 
 

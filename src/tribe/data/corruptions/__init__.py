@@ -125,6 +125,11 @@ def require_severity(severity: Any) -> None:
     require(is_whole(severity) and severity in SEVERITIES, "a severity is 1, 2, 3, 4 or 5", severity)
 
 
+def chunk_size(shape: Sequence[int], device: torch.device) -> int:
+    """Return how many images of a shape are corrupted at once."""
+    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // math.prod(shape))
+
+
 @torch.no_grad()
 def apply(
     images: Tensor,
@@ -177,7 +182,7 @@ def apply(
     chosen = table[min(severity, len(table)) - 1] if params is None else _params(params)
     index = index.to(images.device, torch.int64)
     key = Key(torch.full_like(index, seed), index)
-    step = max(1, CHUNK.get(images.device.type, CHUNK_ELSEWHERE) // images[0].numel())
+    step = chunk_size(images.shape[1:], images.device)
     out = torch.empty_like(images, memory_format=torch.contiguous_format)
     for i in range(0, n, step):
         x = images[i : i + step].to(torch.float32).contiguous().clamp(0, 1)

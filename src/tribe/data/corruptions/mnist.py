@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tribe.core import rng
 from tribe.core.rng import Key
-from tribe.data.corruptions import LARGEST_GREY, Draw, Function, Params, corruption
+from tribe.data.corruptions import LARGEST_GREY, Draw, Function, Params, chunk_size, corruption
 from tribe.data.corruptions.common import brightness, impulse_noise, plasma, shot_noise
 from tribe.data.corruptions.filters import blur_along_line, gaussian_blur
 
@@ -162,15 +162,11 @@ def fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
     height, width = x.shape[2:]
     top = x.amax((1, 2, 3), keepdim=True)
     layer = torch.empty_like(x)
-    step = max(1, CLOUDS.get(x.device.type, CLOUDS_ELSEWHERE) // size**2)
+    step = chunk_size((size, size), x.device)
     for i in range(0, len(x), step):  # in parts: a cloud has far more pixels than an image
         part = Key(draw.key.seed[i : i + step], draw.key.clock[i : i + step])
         layer[i : i + step, 0] = plasma(_Bytes(part, draw.name), size, decay)[:, :height, :width]
     return layer.mul_(strength).add_(x).mul_(top / (top + strength))
-
-
-CLOUDS = {"cpu": 2**20}  # pixels of clouds made at once: few enough for the caches of a CPU
-CLOUDS_ELSEWHERE = 2**26  # on other devices: memory is the limit
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.data.corruptions import CHUNK, CHUNK_ELSEWHERE, SEVERITIES
+from tribe.data.corruptions import SEVERITIES, chunk_size
 from tribe.data.datasets import create
 from tribe.data.datasets.files import data_root, open_images
 from tribe.data.datasets.imagenet import ImageNet
@@ -50,11 +50,6 @@ BENCHMARKS = {
     "mnist": Benchmark(MnistC.folder, MNIST_C, (SEVERITY,), "{}/test_images.npy", "{}/test_labels.npy", np.int64),
     "imagenet": Benchmark(ImageNetC.folder, IMAGENET_C, tuple(SEVERITIES)),
 }
-
-
-def chunk_size(shape: Sequence[int], device: torch.device) -> int:
-    """Return how many images of a shape are corrupted at once."""
-    return max(1, CHUNK.get(device.type, CHUNK_ELSEWHERE) // int(np.prod(shape)))
 
 
 class NpyFiles:

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from tribe._version import __version__
 from tribe.core.precision import choose_device
-from tribe.data.corruptions import apply, family_for
+from tribe.data.corruptions import apply, chunk_size, family_for
 from tribe.data.datasets.corrupted import functions_of, to_bytes
-from tribe.data.datasets.corrupted_files import BENCHMARKS, JpegFiles, NpyFiles, chunk_size
+from tribe.data.datasets.corrupted_files import BENCHMARKS, JpegFiles, NpyFiles
 from tribe.data.datasets.manifest import FILE, Manifest, is_published, read_manifest, write_manifest
 from tribe.fields import require
 from tribe.io.files import CannotWrite, exclusive, explain_failure, room_for
