@@ -294,13 +294,11 @@ def test_without_a_gpu_auto_is_eager_and_true_says_why():
 
 def test_methods_that_cannot_be_captured_say_why():
     cuda = torch.device("cuda")
-    assert "reads values" in graphs.capture_refusal(ready("ttac"), cuda)
-    assert "reads values" in graphs.capture_refusal(ready("cotta"), cuda)
+    for name in ("ttac", "cotta"):
+        assert "reads values" in graphs.capture_refusal(ready(name), cuda)
     assert "augment=" in graphs.capture_refusal(ready("tribe", augment=lambda x: x), cuda)
-    assert graphs.capture_refusal(ready("tribe"), cuda) is None
-    assert graphs.capture_refusal(ready("tent"), cuda) is None
-    assert graphs.capture_refusal(ready("rotta"), cuda) is None
-    assert graphs.capture_refusal(ready("selftrain", memory=8), cuda) is None
+    for method in (ready("tribe"), ready("tent"), ready("rotta"), ready("selftrain", memory=8)):
+        assert graphs.capture_refusal(method, cuda) is None
 
 
 def test_deterministic_is_a_scope_and_adapts_as_before():

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import tribe
-from tribe.testing import CLASSES, images
-from zoo import gap
+from tribe.testing import images
+from zoo import gap, small
 
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 X = images(1, 6, 0)[0]
@@ -16,15 +16,7 @@ X = images(1, 6, 0)[0]
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    body = (
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, CLASSES),
-    )
-    return nn.Sequential(tribe.Normalize(MEAN, STD), *body).eval()
+    return nn.Sequential(tribe.Normalize(MEAN, STD), small()).eval()
 
 
 def learned() -> tuple[nn.Module, Tensor]:

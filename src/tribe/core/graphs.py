@@ -199,7 +199,9 @@ class Recordings:
 
     def __call__(self, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Return ``work(*args)``."""
-        kind = work.__qualname__, *(_kind(value) for value in flatten(args))
+        # Of a tensor, a recording does not depend on the values.
+        kinds = ((v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v for v in flatten(args))
+        kind = work.__qualname__, *kinds
         if kind not in self._recordings:
             self._recordings[kind] = self._recorded(work, args)
         static, results, replay = self._recordings[kind]
@@ -257,11 +259,6 @@ def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         kernels.mode(),
     )
-
-
-def _kind(value: Any) -> Any:
-    """Return the part of an argument that a recording depends on: not the values of a tensor."""
-    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -113,6 +113,16 @@ def mean_prediction(logits: Tensor, counts: Tensor) -> Tensor:
     return losses.mean_over(p.transpose(1, 2), counts.unsqueeze(1))
 
 
+def entropy_gradient(
+    net: Backbone, at: Affine, stats: Stats, norm: Norm, x: Tensor, counts: Tensor
+) -> tuple[Affine, Stats]:
+    """Return the gradient of the mean entropy of the images that count (S, B), and the statistics after the pass."""
+    with torch.enable_grad():
+        affine = at.leaf()
+        logits, _, stats = net(x, affine, stats, norm, valid=counts)
+        return affine.gradient(losses.mean_over(losses.entropy(logits), counts)), stats
+
+
 class MemoryPrediction(NamedTuple):
     """The predictions of a batch, and what a memory has to know of its images."""
 

@@ -12,15 +12,14 @@ Per batch:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tribe.core import losses, memory, optim
+from tribe.core import memory, optim
 from tribe.core.memory import Reservoir
 from tribe.core.state import select
 from tribe.fields import Count, NotNegative, Share
 from tribe.methods import Affine, Backbone, Deployed, Info, Key, MemoryMethod, Stats, register
-from tribe.methods.base import MemoryPrediction
+from tribe.methods.base import MemoryPrediction, entropy_gradient
 from tribe.norms.instance import Instance
 
 
@@ -71,11 +70,7 @@ class Note(MemoryMethod):
     def update(self, net: Backbone, state: NoteState, shape: tuple[int, ...], due: Tensor) -> NoteState:
         """Take one step down the entropy of the memory, in the streams ``due``."""
         counts = memory.filled(state.memory) & due.unsqueeze(1)  # (S, M): nothing counts in the other streams
-        with torch.enable_grad():
-            affine = state.affine.leaf()
-            norm = self._norm(observing=True)
-            logits, _, stats = net(memory.images(state.memory, shape), affine, state.stats, norm, valid=counts)
-            loss = losses.mean_over(losses.entropy(logits), counts)  # (S,)
-            grads = affine.gradient(loss)
+        x, norm = memory.images(state.memory, shape), self._norm(observing=True)
+        grads, stats = entropy_gradient(net, state.affine, state.stats, norm, x, counts)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
         return select(due, state._replace(affine=moved, stats=stats, adam=moments), state)

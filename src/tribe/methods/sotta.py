@@ -14,15 +14,14 @@ gradient of a single batch may move the parameters far. Per batch:
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from tribe.core import losses, memory, optim
+from tribe.core import memory, optim
 from tribe.core.memory import Reservoir
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import Count, NotNegative, Share
 from tribe.methods import Backbone, Deployed, Frozen, Key, MemoryMethod, register
-from tribe.methods.base import MemoryPrediction
+from tribe.methods.base import MemoryPrediction, entropy_gradient
 from tribe.methods.sar import Tail, adapted_channels, worst_nearby
 from tribe.norms.batch import Training
 
@@ -98,15 +97,9 @@ class Sotta(MemoryMethod):
         """ESM, in the streams ``due`` (S,) with an image in memory."""
         counts = memory.filled(state.memory) & due.unsqueeze(1)  # (S, M)
         adapted, x = adapted_channels(net, self.frozen_tail), memory.images(state.memory, shape)
-        grads, stats = self._gradient(net, state.affine, state.stats, x, counts)
-        grads = tree_map(adapted.mul, grads)
-        grads, stats = self._gradient(net, worst_nearby(state.affine, grads, self.rho), stats, x, counts)
+        norm = Training(self.momentum)
+        grads, stats = entropy_gradient(net, state.affine, state.stats, norm, x, counts)
+        worst = worst_nearby(state.affine, tree_map(adapted.mul, grads), self.rho)
+        grads, stats = entropy_gradient(net, worst, stats, norm, x, counts)
         moved, moments = optim.adam_step(state.affine, tree_map(adapted.mul, grads), state.adam, self.lr)
         return select(counts.any(1), state._replace(affine=moved, stats=stats, adam=moments), state)
-
-    def _gradient(self, net: Backbone, at: Affine, stats: Stats, x: Tensor, counts: Tensor) -> tuple[Affine, Stats]:
-        """Return the gradient of the mean entropy, and the running statistics after the pass."""
-        with torch.enable_grad():
-            affine = at.leaf()
-            logits, _, stats = net(x, affine, stats, Training(self.momentum), valid=counts)
-            return affine.gradient(losses.mean_over(losses.entropy(logits), counts)), stats
