@@ -1,6 +1,7 @@
 """Single methods at their edges; test_equations.py compares them with plain loops."""
 
 import dataclasses
+from collections import OrderedDict
 from functools import partial
 
 import numpy as np
@@ -156,23 +157,11 @@ def test_the_frozen_tail_is_named_or_counted():
     for names, words in ((("layer4",), "the network has 1, 4"), (("1", "4"), "none can adapt")):
         with pytest.raises(ValueError, match=words):
             methods.create("sar", frozen_tail=names).init(net)
-    stages = nn.ModuleDict(
-        {f"layer{i}": nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for i in (1, 2, 3, 4, 41)}
-    )
-
-    class Staged(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stages = stages
-
-        def forward(self, x):
-            for stage in self.stages.values():
-                x = stage(x)
-            return x.mean((2, 3))
-
-    adapted = adapted_channels(Backbone(Staged()), ("stages.layer4",))
+    stages = {f"layer{i}": nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for i in (1, 2, 3, 4, 41)}
+    staged = Backbone(nn.Sequential(OrderedDict(stages=nn.Sequential(OrderedDict(stages)), flat=nn.Flatten())))
+    adapted = adapted_channels(staged, ("stages.layer4",))
     assert adapted.tolist() == [1] * 9 + [0] * 3 + [1] * 3, "a stage of a longer name was taken for it"
-    assert adapted_channels(Backbone(Staged()), 0.25).tolist() == [1] * 12 + [0] * 3
+    assert adapted_channels(staged, 0.25).tolist() == [1] * 12 + [0] * 3
 
 
 # -- ROID -------------------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ from tribe import filters, methods, norms
 from tribe.data import datasets, scenarios
 from tribe.testing import DATASET_CHECKS, FILTER_CHECKS, METHOD_CHECKS, NORM_CHECKS, SCENARIO_CHECKS, ready, small
 
+# Learning, time, and probabilities; test_pipeline.py composes every method with a filter.
+FILTERED = "source+time", "tribe+time", "lame+cofa"
+
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [*methods.names(), *methods.variants()])
+@pytest.mark.parametrize("name", [*methods.names(), *methods.variants(), *FILTERED])
 def test_method(name, check):
     check(small(ready(name)))
 
@@ -24,13 +27,6 @@ def test_norm(name, check):
 @pytest.mark.parametrize("name", [*filters.names(), "time within batch"])
 def test_filter(name, check):
     check(filters.create("time", within="batch") if name == "time within batch" else filters.create(name))
-
-
-@pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", ["source+time", "tribe+time", "lame+cofa"])
-def test_method_with_a_filter(name, check):
-    """Learning, time, and probabilities; test_pipeline.py composes every method with a filter."""
-    check(small(ready(name)))
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
