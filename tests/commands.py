@@ -29,3 +29,10 @@ def succeeded(result):
 def message(result):
     """What an error paragraph says, without line breaks."""
     return " ".join(result.stderr.split())
+
+
+def assert_refused(result, *words):
+    """Assert that a command ended with status 2 and a message that holds these words."""
+    assert result.exit_code == 2, result.output
+    for word in words:
+        assert word in message(result)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from commands import message, succeeded, tribe_command
+from commands import assert_refused, message, succeeded, tribe_command
 from layouts import write_folder
 from processes import Touches, ended, interrupted
 from tribe.experiments.store import finished
@@ -109,9 +109,7 @@ def test_a_dry_run_lists_points():
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_played(options, words):
-    result = sweep(*options, *TENT)
-    assert result.exit_code == 2
-    assert words in message(result)
+    assert_refused(sweep(*options, *TENT), words)
     assert not Path("runs").exists()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from commands import message, succeeded, tribe_command
+from commands import assert_refused, succeeded, tribe_command
 from reproduction import render
 from reproduction.chart import draw_chart
 from reproduction.compare import Comparison, Entry
@@ -78,9 +78,7 @@ def test_tables_and_charts_of_a_folder_show_the_names_of_classes(pictures, monke
 
 
 def test_errors_show_the_name_of_a_file():
-    result = tribe_command("report", "no\x1b[2Jwhere[red]")
-    assert result.exit_code == 2
-    assert r"no\x1b[2Jwhere[red]" in message(result)
+    assert_refused(tribe_command("report", "no\x1b[2Jwhere[red]"), r"no\x1b[2Jwhere[red]")
 
 
 def test_warnings_are_printable_and_printed_once(capsys):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from commands import message, tribe_command
+from commands import assert_refused, tribe_command
 from reproduction import command as reproduce
 from reproduction import train
 from tribe.cli.commands import bench, corrupt, results, run, schedule, source, sweep
@@ -41,13 +41,10 @@ CASES = {  # the work, which must not begin, and a command
 def test_unwritable_output_is_found_before_the_work(case, monkeypatch):
     (owner, name), arguments = CASES[case]
     monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("the work began"))
-    result = tribe_command(*arguments)
-    assert result.exit_code == 2
-    assert "a file in /proc could not be written: " in message(result)
+    assert_refused(tribe_command(*arguments), "a file in /proc could not be written: ")
 
 
 def test_the_ending_of_a_chart_is_checked_before_the_work(monkeypatch):
     monkeypatch.setattr(schedule, "build_dataset", lambda *_: pytest.fail("the work began"))
     result = tribe_command("schedule", "gli-f", "--plot", "chart.txt")
-    assert result.exit_code == 2
-    assert "a chart ends in .svg, .png, .pdf; got chart.txt" in message(result)
+    assert_refused(result, "a chart ends in .svg, .png, .pdf; got chart.txt")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from commands import tribe_command
+from commands import succeeded, tribe_command
 from grid import DATA, STREAM, run_experiment, small
 from places import ROOT
 from tribe.experiments.experiment import Experiment, difference
@@ -87,7 +87,7 @@ def test_a_field_that_only_one_has_is_a_difference(workbench):
 def made(root, seed):
     """Corrupted digits on the disk: the same names for every seed."""
     command = ["corrupt", "mnist", "--corruptions", "impulse_noise", "--seed", str(seed), "--out", str(root)]
-    assert tribe_command(*command).exit_code == 0
+    succeeded(tribe_command(*command))
     return Workbench(root, device="cpu")
 
 

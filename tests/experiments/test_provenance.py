@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import tribe
-from commands import tribe_command
+from commands import succeeded, tribe_command
 from processes import ended
 from tribe.experiments.provenance import code_at, code_of
 
@@ -127,8 +127,7 @@ def test_records_of_python_say_how_they_were_made(tmp_path, few_digits):
     assert first["dataset"]["fields"]["corruptions"] == ["stripe"]
     assert first["weights"] == net.fingerprint()
     assert "code" not in first["method"]
-    report = tribe_command("report", tmp_path, "-o", tmp_path / "report.html", "--json")
-    assert report.exit_code == 0, report.output
+    report = succeeded(tribe_command("report", tmp_path, "-o", tmp_path / "report.html", "--json"))
     assert "OTHERWISE" not in report.output
 
 

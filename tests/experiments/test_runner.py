@@ -60,6 +60,18 @@ def play(method="source", seeds=(0, 1), resets=(), **options):
     return run(Backbone(small_network()), ready(method), stream, **options)
 
 
+def same(one, other, names=("domain", "label", "prediction", "confidence")):
+    """Whether records are equal bit for bit, the times aside."""
+    return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in zip(one, other, strict=True) for n in names)
+
+
+def stopped(method, path):
+    """Stop a run after three batches, with a checkpoint of two."""
+    with pytest.raises(ZeroDivisionError):
+        play(method, checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    return path
+
+
 def test_batches_straddle_domains_and_pad_streams_that_end_early():
     stream = Stream(Memory(), Fixed(), (0, 1), batch=16)
     batches = list(stream)
@@ -109,8 +121,7 @@ def test_the_record_holds_every_image_once_and_streams_do_not_meet(method):
     assert [len(r.label) for r in together] == [100, 86]
     for seed, record in enumerate(together):
         (alone,) = play(method, seeds=(seed,), seed=seed)
-        for name in ("domain", "label", "prediction"):
-            assert torch.equal(getattr(record, name), getattr(alone, name)), name
+        assert same([record], [alone], ("domain", "label", "prediction"))
         assert torch.allclose(record.confidence, alone.confidence, atol=1e-5)
     assert together[1].spec["seed"] == 1
     assert 0 <= metrics.instance_error(together[0]) <= 1
@@ -128,9 +139,7 @@ def test_a_reset_brings_the_source_back():
     once, twice = play("tribe", seeds=(0,)), play("tribe", seeds=(0,), resets=(0, 50))
     first_of_two = [r.confidence[50:66] for r in (once[0], twice[0])]
     assert not torch.allclose(*first_of_two)
-    fresh = run(
-        Backbone(small_network()), methods.create("tribe", classes=CLASSES), Stream(Memory(), _Second(), (0,), batch=16)
-    )
+    fresh = run(Backbone(small_network()), ready("tribe"), Stream(Memory(), _Second(), (0,), batch=16))
     assert torch.equal(fresh[0].confidence[:16], twice[0].confidence[50:66])
 
 
@@ -161,22 +170,15 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
     wrong = torch.cat([record.prediction != record.label for record in resumed])
     assert seen[-1][2] == pytest.approx(wrong.double().mean().item()), "the error of the whole stream"
     assert not path.exists()
-    for a, b in zip(whole, resumed, strict=True):
-        for name in ("domain", "label", "prediction", "confidence"):
-            assert torch.equal(getattr(a, name), getattr(b, name)), name
+    assert same(whole, resumed)
 
 
 @pytest.mark.parametrize("damage", [lambda p: p.write_bytes(b"x"), lambda p: p.write_bytes(p.read_bytes()[:-9])])
 def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
-    path = tmp_path / "run.safetensors"
-    with pytest.raises(ZeroDivisionError):
-        play("tribe", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
-    with pytest.raises(StateFileError, match="another run"):
-        play("tribe", checkpoint=path, every=2, spec={"scenario": "other"})
-    with pytest.raises(StateFileError, match="another run"):
-        play("tribe", checkpoint=path, every=2, seed=1)
-    with pytest.raises(StateFileError, match="another run"):
-        play("tribe", checkpoint=path, every=2, resets=(0, 50))
+    path = stopped("tribe", tmp_path / "run.safetensors")
+    for other in ({"spec": {"scenario": "other"}}, {"seed": 1}, {"resets": (0, 50)}):
+        with pytest.raises(StateFileError, match="another run"):
+            play("tribe", checkpoint=path, every=2, **other)
     damage(path)
     with pytest.raises(StateFileError, match="not a checkpoint"):
         play("tribe", checkpoint=path, every=2)
@@ -184,9 +186,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
 
 def test_a_checkpoint_with_any_flipped_bit_is_refused(tmp_path):
     """Else the run would end with wrong numbers."""
-    path = tmp_path / "run.safetensors"
-    with pytest.raises(ZeroDivisionError):
-        play("tent", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    path = stopped("tent", tmp_path / "run.safetensors")
     whole = path.read_bytes()
     end_of_header = 8 + int.from_bytes(whole[:8], "little")
     for place in [*range(9, end_of_header, 97), *range(end_of_header, len(whole), 211), len(whole) - 1]:
@@ -224,9 +224,7 @@ def rewritten(path, tensors=(), without=(), **header):
     ],
 )
 def test_a_checkpoint_with_a_valid_digest_and_wrong_contents_is_refused(tmp_path, changes, message):
-    path = tmp_path / "run.safetensors"
-    with pytest.raises(ZeroDivisionError):
-        play("tent", checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    path = stopped("tent", tmp_path / "run.safetensors")
     rewritten(path, **changes)
     with pytest.raises(StateFileError, match=message):
         play("tent", checkpoint=path)
@@ -253,10 +251,7 @@ def test_stopped_by_hand_it_goes_on_from_the_last_batch(tmp_path, monkeypatch, m
     seen = []
     resumed = play("tribe", checkpoint=path, every=50, progress=lambda batches, *_: seen.append(batches))
     assert seen == list(range(3 if moment == "progress" else 4, 8))
-    for one, other in zip(resumed, play("tribe"), strict=True):
-        assert torch.equal(one.prediction, other.prediction)
-        assert torch.equal(one.confidence, other.confidence)
-        assert torch.equal(one.label, other.label)
+    assert same(resumed, play("tribe"))
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch):
@@ -275,8 +270,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
     seen = []
     resumed = play("tribe", checkpoint=path, every=2, progress=lambda batches, *_: seen.append(batches))
     assert seen == [5, 6, 7]
-    for one, other in zip(resumed, play("tribe"), strict=True):
-        assert torch.equal(one.confidence, other.confidence)
+    assert same(resumed, play("tribe"))
 
 
 def test_a_checkpoint_that_cannot_be_written_is_found_before_the_first_batch(tmp_path):
@@ -304,7 +298,7 @@ def test_a_checkpoint_may_be_kept_until_the_records_are_written(tmp_path):
     seen = []
     again = play("tribe", checkpoint=path, progress=lambda done, *_: seen.append(done))
     assert seen == [7], "after the checkpoint of batch 6"
-    assert all(torch.equal(a.confidence, b.confidence) for a, b in zip(played, again, strict=True))
+    assert same(played, again)
     assert not path.exists()
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import succeeded
 from reproduce_helpers import MINE, SMALL, call
 
 
@@ -21,8 +22,7 @@ def finished_runs(tmp_path_factory, few_digits):
     """Wall clock: imbalance 100, three rows, two seeds: options, folder, and the table as JSON."""
     runs = tmp_path_factory.mktemp("runs")
     options = ("wall-clock", *SMALL, "--rows", "source,BN,+pl", "--seeds", 2, "--runs", runs, "--data", few_digits)
-    result = call(*options, "--format", "json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(call(*options, "--format", "json"))
     return options, runs, json.loads(result.stdout)
 
 

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from commands import succeeded
 from places import ROOT
 from reproduce_helpers import EMBEDDED, SMALL, call
 from reproduction import plan as planning
@@ -72,8 +73,7 @@ def test_seeds_in_several_results_add_up(finished_runs, tmp_path):
     copy = shutil.copytree(runs, tmp_path / "copy")
     words = [copy if word == runs else word for word in options]
     words[words.index("--seeds") + 1] = "0,1,2"
-    done = call(*words, "--format", "json")
-    assert done.exit_code == 0, done.output
+    done = succeeded(call(*words, "--format", "json"))
     three = {(c["row"], c["column"]): c for c in json.loads(done.stdout)["cells"]}
     for cell in table["cells"]:
         if cell["column"] == "error":
@@ -140,8 +140,7 @@ def test_columns_of_domains_are_those_of_the_replaced_data_set(played):
 
 @pytest.mark.parametrize("name", tables.names())
 def test_every_table_can_be_planned_offline(name):
-    result = call(name, *EMBEDDED, "--dry-run", "--format", "json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(call(name, *EMBEDDED, "--dry-run", "--format", "json"))
     parsed = json.loads(result.stdout)
     assert parsed["missing"] == []
     assert bool(parsed["runs"]) == (name not in ("protocols", "classes-cifar10", "classes-cifar100"))

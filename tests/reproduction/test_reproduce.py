@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import message
+from commands import assert_refused, message, succeeded
 from places import ROOT
 from processes import Touches, ended, interrupted
 from reproduce_helpers import EMBEDDED, SMALL, call
@@ -82,7 +82,7 @@ def test_formats_hold_the_same_numbers(played):
 def test_out_writes_a_chart(played, ending):
     pytest.importorskip("matplotlib")
     options, _, _ = played
-    assert call(*options, "--out", f"chart{ending}").exit_code == 0
+    succeeded(call(*options, "--out", f"chart{ending}"))
     content = Path(f"chart{ending}").read_bytes()
     assert content.startswith(b"\x89PNG") if ending == ".png" else b"pl</text>" in content
 
@@ -127,8 +127,7 @@ def test_class_distributions_need_no_run(tmp_path, monkeypatch):
 def test_a_custom_method_becomes_a_row_and_a_failing_one_leaves_the_others(played, mine):
     _, runs, _ = played
     options = ("wall-clock", *SMALL, "--seeds", 2, "--runs", runs, "--format", "json", "--rows", f"BN,{mine}")
-    result = call(*options)
-    assert result.exit_code == 0, result.output
+    result = succeeded(call(*options))
     cells = cells_of(json.loads(result.stdout))
     assert cells["mine", "error"]["ours"] == cells["BN", "error"]["ours"]
     failed = call(*options, "--set", "mine.broken=True")
@@ -142,12 +141,8 @@ def test_dry_run_lists_runs_with_their_state(played):
     before = sorted(runs.rglob("*"))
     extended = [word if word != "source,BN,+pl" else "source,BN,TENT,+CoTTA" for word in options]
     rows = {row["method"]: row for row in json.loads(call(*extended, "--dry-run", "--format", "json").stdout)["runs"]}
-    assert {name: row["done"] for name, row in rows.items()} == {
-        "source": True,
-        "bn": True,
-        "tent": False,
-        "cotta": False,
-    }
+    assert [name for name, row in rows.items() if row["done"]] == ["source", "bn"]
+    assert rows.keys() == {"source", "bn", "tent", "cotta"}
     assert rows["bn"]["minutes"] > 0
     assert rows["tent"]["minutes"] is None
     assert sorted(runs.rglob("*")) == before, "nothing was run"
@@ -197,10 +192,7 @@ def test_without_a_table_all_are_listed():
 )
 def test_wrong_options_are_refused(arguments, words):
     Path("file").write_text("in the way")
-    result = call(*arguments)
-    assert result.exit_code == 2, result.output
-    for word in words:
-        assert word in message(result), message(result)
+    assert_refused(call(*arguments), *words)
 
 
 @pytest.mark.parametrize("setting", ["dataset.corruptionz=fog", "scenario.sigmaa=1", "dataset=cifar10-d"])
@@ -227,8 +219,7 @@ def test_ctrl_c_prints_how_to_resume(tmp_path):
 
 def test_keep_copies_results_without_records(played):
     options, runs, _ = played
-    result = call("keep", "--runs", runs, "--out", "kept")
-    assert result.exit_code == 0, result.output
+    succeeded(call("keep", "--runs", runs, "--out", "kept"))
     assert {r.experiment.id for r in finished("kept")} == {r.experiment.id for r in finished(runs)}
     assert not list(Path("kept").rglob("*.npz"))
     again = [Path("kept") if word == runs else word for word in options]
@@ -242,7 +233,7 @@ def test_claims_and_document_of_finished_runs(played):
     assert {claim["ours"]["verdict"] for claim in parsed} == {"incomplete"}, "another data set than the paper's"
     assert "too close" not in call("claims", "--runs", runs, "--format", "markdown").stdout
     Path("page.md").write_text("By hand.\n<!-- begin runs -->\nold\n<!-- end -->\n")
-    assert call("document", "--runs", runs, "--out", "page.md").exit_code == 0
+    succeeded(call("document", "--runs", runs, "--out", "page.md"))
     page = Path("page.md").read_text()
     assert page.startswith("By hand.")
     assert "cpu, " in page

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tribe
-from commands import tribe_command
+from commands import succeeded, tribe_command
 from layouts import write_digits
 from reproduction.augment import OPERATIONS, AugMix, Views, consistency, crop, draw_views, operate
 from reproduction.recipe import PRESETS, Recipe, preset
@@ -456,8 +456,7 @@ def test_presets_fit_their_networks():
 
 def test_the_command_trains_where_the_data_lies(few):
     words = ("train", "mnist", "--data", few, "--set", "epochs=1", "--set", "batch=50")
-    result = tribe_command(*words, "--json")
-    assert result.exit_code == 0, result.stderr
+    result = succeeded(tribe_command(*words, "--json"))
     (path,) = (tribe.data.datasets.files.data_root(few) / "weights").glob("*.safetensors")
     assert path.name == "compact_mnist.safetensors"
     assert json.loads(result.stdout)["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()

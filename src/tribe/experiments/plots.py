@@ -1,8 +1,6 @@
 """Charts of streams and of the errors on them. They need matplotlib, the extra `plots`.
 
-figure = tribe.experiments.plots.errors(records)  # per-domain errors of some runs, and the classes they met
-figure = tribe.experiments.plots.schedule(schedule, labels)    # class counts per domain, local balance over time
-tribe.experiments.plots.save(figure, "chart.svg")
+tribe.experiments.plots.save(tribe.experiments.plots.errors(records), "chart.svg")
 """
 
 import io

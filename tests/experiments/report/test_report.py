@@ -12,7 +12,7 @@ import torch
 
 import tribe
 import tribe.experiments.record
-from commands import tribe_command
+from commands import succeeded, tribe_command
 from grid import run_experiment
 from places import ROOT
 from reproduction.keep import keep as keep_results
@@ -286,7 +286,7 @@ def test_the_command_that_made_a_result_is_shown(tmp_path, monkeypatch, few_digi
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["tribe", "run", "--methods", "source"])
     options = ("--methods", "source", "--data", few_digits, "--out", "runs")
-    assert tribe_command("run", *SHORT, *options).exit_code == 0
+    succeeded(tribe_command("run", *SHORT, *options))
     (result,) = store.finished("runs")
     report.write("runs", "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -298,7 +298,7 @@ def test_a_stale_result_is_not_the_one_that_is_shown(tmp_path, monkeypatch, few_
     monkeypatch.chdir(tmp_path)
     for folder, seeds in (("a", (0, 1)), ("b", (0,))):
         options = ("--methods", "source", "--data", few_digits, "--out", f"runs/{folder}", "--seeds", len(seeds))
-        assert tribe_command("run", *SHORT, *options).exit_code == 0
+        succeeded(tribe_command("run", *SHORT, *options))
     (old,) = store.finished("runs/a")
     (pack,) = (tmp_path / "runs/a").glob("*.jsonl")
     lines = [json.loads(line) for line in pack.read_text().splitlines()]
@@ -399,8 +399,7 @@ def test_files_of_other_kinds_are_passed_over(tmp_path):
     labels = [torch.arange(100) % 4]
     scenarios.save(folder / "schedule.npz", scenarios.create("iid", domains=("fog",)).schedule(labels, 0))
     (folder / "summary.json").write_text("{not json")
-    result = tribe_report(folder, "-o", tmp_path / "report.html", "--json")
-    assert result.exit_code == 0, result.output
+    result = succeeded(tribe_report(folder, "-o", tmp_path / "report.html", "--json"))
     assert json.loads(result.stdout) == {
         "report": str(tmp_path / "report.html"),
         "records": 1,

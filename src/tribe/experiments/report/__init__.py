@@ -9,7 +9,7 @@ page loads nothing, and works without JavaScript, on paper, a phone or a wide sc
 from os import PathLike
 from pathlib import Path
 
-from tribe.experiments.report.groups import MethodRow, PlayedStream, ResultGroup, Runs, collect
+from tribe.experiments.report.groups import Runs, collect
 from tribe.experiments.report.page import render
 from tribe.io.files import check_file, write_atomically
 
@@ -27,6 +27,3 @@ def write(folder: str | PathLike[str], path: str | PathLike[str]) -> Runs:
     runs = collect(folder)
     write_atomically(path, render(runs).encode())
     return runs
-
-
-__all__ = ["MethodRow", "PlayedStream", "ResultGroup", "Runs", "collect", "render", "write"]

@@ -8,10 +8,9 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from markupsafe import Markup, escape
 from torch import Tensor
 
 from tribe.experiments import metrics
@@ -19,6 +18,9 @@ from tribe.experiments.plots import name_columns, new_figure, plain_label
 from tribe.experiments.record import Record
 from tribe.experiments.report.groups import CALIBRATION, COST, INSTANCE, MethodRow, PlayedStream, ResultGroup
 from tribe.fields import printable
+
+if TYPE_CHECKING:
+    from markupsafe import Markup
 
 POINTS = 160  # of a curve over time: more cannot be seen on a screen
 WINDOW = 500  # images over which the error over time is averaged, at most
@@ -43,7 +45,7 @@ class Chart(NamedTuple):
 
     title: str
     caption: str
-    picture: Markup
+    picture: "Markup"
     legend: Mapping[str, str] = {}  # the text of each method
     head: Sequence[str] = ()  # of the table of its numbers
     rows: Sequence[Sequence[str]] = ()
@@ -125,11 +127,14 @@ def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart
 
 def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
     """Draw estimated and true accuracy of watched streams, with a mark where an alarm began."""
-    length = min(int((record.label >= 0).sum()) for row in rows for record in row.watched)
+    length = min(int((record.label >= 0).sum()) for row in rows for record, _ in row.watched)
     window = max(1, min(WINDOW, length // 2))
     places = torch.linspace(window - 1, length - 1, POINTS).long().unique()
-    true = {r.label: _mean(100 - 100 * metrics.online_error(w, window)[places] for w in r.watched) for r in rows}
-    guessed = {row.label: _mean(_estimates(w)[places] for w in row.watched) for row in rows}
+    true, guessed = {}, {}
+    for row in rows:
+        true[row.label] = _mean(100 - 100 * metrics.online_error(record, window)[places] for record, _ in row.watched)
+        estimated = (watched.accuracy[record.label >= 0].double()[places] for record, watched in row.watched)
+        guessed[row.label] = _mean(100 * share for share in estimated)
     alarms = {row.label: _alarms(row) for row in rows}
     figure, axes = _axes("image of the stream", f"accuracy over {window} images, %")
     for label, number in ((row.label, series[row.label]) for row in rows):
@@ -149,7 +154,7 @@ def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> 
     return _chart(figure, group, "Accuracy, estimated and true", caption, legend, _sampled(places, columns), found)
 
 
-def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> Markup:
+def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> "Markup":
     """Draw shares (rows, classes) as a map; ``names``: of the rows."""
     each = math.ceil(shares.shape[1] / MOST_CELLS)
     merged = torch.stack([part.amax(1) for part in shares.split(each, 1)], 1)
@@ -200,19 +205,12 @@ def _reliability(records: Sequence[Record]) -> list[tuple[float, float, int]]:
     return list(zip(*(mean.tolist() for mean in means), counts.tolist(), strict=True))
 
 
-def _estimates(record: Record) -> Tensor:
-    """In %, of the images with labels; NaN without a calibration."""
-    assert record.watched is not None
-    return 100 * record.watched.accuracy[record.label >= 0].double()
-
-
 def _alarms(row: MethodRow) -> list[tuple[int, str]]:
     """Return image, among those with labels, and kind of every alarm of a row's streams."""
     alarms = []
-    for record in row.watched:
-        assert record.watched is not None
+    for record, watched in row.watched:
         rank = (record.label >= 0).cumsum(0) - 1
-        alarms += [(max(int(rank[image]), 0), kind) for image, kind in record.watched.beginnings()]
+        alarms += [(max(int(rank[image]), 0), kind) for image, kind in watched.beginnings()]
     return sorted(alarms)
 
 
@@ -270,8 +268,9 @@ def _chart(
     return Chart(title, caption, _svg(figure, group, title, description or legend.values()), legend, *table)
 
 
-def _svg(figure: Any, group: ResultGroup, title: str, description: Iterable[str]) -> Markup:
+def _svg(figure: Any, group: ResultGroup, title: str, description: Iterable[str]) -> "Markup":
     """Return a chart as an element of the page; title and description serve screen readers."""
+    from markupsafe import Markup, escape
     from matplotlib import rc_context
 
     drawn = io.StringIO()

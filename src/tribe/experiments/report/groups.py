@@ -22,7 +22,7 @@ from tribe import methods
 from tribe.data import datasets
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.record import Record
+from tribe.experiments.record import Record, Watched
 from tribe.experiments.spec import by_place, plain, with_whole_numbers
 from tribe.experiments.statistics import Spread, spread
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
@@ -114,9 +114,9 @@ class MethodRow(NamedTuple):
         return [record for record in self.records if bool((record.label >= 0).any())]
 
     @property
-    def watched(self) -> list[Record]:
-        """The records with labels of streams that were watched or guarded."""
-        return [record for record in self.judged if record.watched is not None]
+    def watched(self) -> list[tuple[Record, Watched]]:
+        """The records with labels of streams that were watched or guarded, and what was watched."""
+        return [(record, record.watched) for record in self.judged if record.watched is not None]
 
     def score(self, column: Column) -> Spread:
         """Return the mean over seeds, NaN where there is none, and the standard deviation if the column shows it."""
@@ -294,8 +294,7 @@ def _rows(rows: Mapping[str, list[PlayedStream]], named: Mapping[str, str]) -> t
 def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
     """Return for each spec the name of its method, with the fields that differ from the published ones.
 
-    The published fields of a method that is not registered here are unknown: there it is the fields that differ between
-    results.
+    Of a method that is not registered here, these are unknown: then with the fields that differ between results.
     """
     values: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for spec in specs:

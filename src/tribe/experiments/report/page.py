@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tribe._version import __version__
+from tribe.experiments.report import figures
 from tribe.experiments.report.groups import (
     INSTANCE,
     LONG,
@@ -29,7 +30,7 @@ from tribe.experiments.statistics import Spread
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
-HUES, DASHES = 8, ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the next eight, ...
+DASHES = ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the next eight, ...
 MARKERS = (  # of the samples of methods: circle, square, diamond, triangles, plus, star, cross, as in the charts
     *("M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0-7.2 0z", "M-3.2-3.2h6.4v6.4h-6.4z", "M0-4.6L4.6 0L0 4.6L-4.6 0z"),
     *("M0-4.4L4.2 3.2H-4.2z", "M0 4.4L4.2-3.2H-4.2z", "M-1.3-4h2.6v2.7h2.7v2.6h-2.7v2.7h-2.6v-2.7h-2.7v-2.6h2.7z"),
@@ -175,8 +176,6 @@ def _facts(group: ResultGroup) -> str:
 
 
 def _charts(group: ResultGroup, series: Mapping[str, int]) -> list[Any]:
-    from tribe.experiments.report import figures
-
     labelled, judged = [row for row in group.rows if row.labelled], [row for row in group.rows if row.judged]
     watched = [row for row in judged if row.watched]
     charts = (
@@ -215,10 +214,7 @@ def _class_map(
 ) -> ClassMap:
     if shares.shape[1] <= MOST_COLUMNS:
         return ClassMap(title, caption, names, texts, _tints(shares))
-    from tribe.experiments.report import figures
-
-    picture = figures.class_map(group, title, shares, "", names)
-    return ClassMap(title, caption, (), (), (), picture)
+    return ClassMap(title, caption, (), (), (), figures.class_map(group, title, shares, "", names))
 
 
 def _confusion(group: ResultGroup, row: MethodRow) -> ClassMap:
@@ -234,8 +230,6 @@ def _confusion(group: ResultGroup, row: MethodRow) -> ClassMap:
     if classes <= MOST_COLUMNS:
         names = [str(k) for k in range(classes)]
         return ClassMap(row.label, caption, names, _percents(shares), _tints(shares), square=True)
-    from tribe.experiments.report import figures
-
     picture = figures.class_map(group, f"Confusion of {row.label}", shares, "true class")
     return ClassMap(row.label, caption, (), (), (), picture)
 
@@ -286,9 +280,8 @@ def _colours(count: int) -> str:
     """Return CSS rules: a colour and a dash for each method, and one that hides it if its checkbox is off."""
     rules = []
     for i in range(count):
-        rules.append(
-            f".m{i} {{ --c: var(--c{i % HUES}); }} .m{i} .line {{ stroke-dasharray: {DASHES[i // HUES % 4]}; }}"
-        )
+        turn, hue = divmod(i, figures.HUES)
+        rules.append(f".m{i} {{ --c: var(--c{hue}); }} .m{i} .line {{ stroke-dasharray: {DASHES[turn % 4]}; }}")
         off = f":root:has(#show{i}:not(:checked)) main"
         rules.append(f"{off} .chart .m{i}, {off} .legend .m{i}, {off} .matrix.m{i} {{ display: none; }}")
     rules += [f".t{n} {{ background: rgb(var(--tint) / {0.045 * n:.3f}); }}" for n in range(1, 11)]
