@@ -107,24 +107,23 @@ class Malicious:
 def write_mnist(folder, draw):
     folder.mkdir()
     for split in ("t10k", "train"):
-        header = np.array([0x803, PER, 28, 28], ">u4").tobytes()
-        (folder / f"{split}-images-idx3-ubyte").write_bytes(header + pixels(draw, PER, 28, 28).tobytes())
-        header = np.array([0x801, PER], ">u4").tobytes()
-        labels = draw.integers(10, size=PER).astype(np.uint8)
-        (folder / f"{split}-labels-idx1-ubyte").write_bytes(header + labels.tobytes())
+        write_idx(folder, split, pixels(draw, PER, 28, 28), draw.integers(10, size=PER))
 
 
 def write_digits(root, train, test):
-    """So many real digits for training and testing, as idx files."""
+    """So many real digits for training and testing."""
     images, labels = mnist_test()
     (root / "mnist").mkdir()
     for split, part in {"train": slice(train), "t10k": slice(train, train + test)}.items():
-        image_header = np.array([0x803, len(labels[part]), 28, 28], ">u4").tobytes()
-        label_header = np.array([0x801, len(labels[part])], ">u4").tobytes()
-        (root / f"mnist/{split}-images-idx3-ubyte").write_bytes(image_header + images[part].tobytes())
-        classes = labels[part].astype(np.uint8)
-        (root / f"mnist/{split}-labels-idx1-ubyte").write_bytes(label_header + classes.tobytes())
+        write_idx(root / "mnist", split, images[part], labels[part])
     return str(root)
+
+
+def write_idx(folder, split, images, labels):
+    """The two files of a split, each with a header that tells its kind and its size."""
+    for name, kind, array in (("images-idx3", 0x803, images), ("labels-idx1", 0x801, labels)):
+        header = np.array([kind, *array.shape], ">u4").tobytes()
+        (folder / f"{split}-{name}-ubyte").write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 def gzip_mnist(folder):

@@ -307,13 +307,17 @@ class RobustNorm(nn.Module):
         return weight * (x - mean) / (var + self.eps).sqrt() + bias
 
 
+def replaced(module, make):
+    """The network, a Sequential, with other layers in place of BatchNorm, and these layers."""
+    places = [i for i, layer in enumerate(module) if isinstance(layer, nn.BatchNorm2d)]
+    for i in places:
+        module[i] = make(module[i])
+    return module, [module[i] for i in places]
+
+
 def robust(net, share):
-    """The network, a Sequential, with Robust BN in place of BatchNorm, and its normalisation layers."""
-    module, _, _ = ordinary(net, net.source()[1])
-    for i, layer in enumerate(module):
-        if isinstance(layer, nn.BatchNorm2d):
-            module[i] = RobustNorm(layer, share)
-    return module, [layer for layer in module if isinstance(layer, RobustNorm)]
+    """The network with Robust BN, and its normalisation layers."""
+    return replaced(ordinary(net, net.source()[1])[0], lambda layer: RobustNorm(layer, share))
 
 
 def running(layers, prefix):
@@ -484,11 +488,7 @@ class BatchRenorm(nn.Module):
 def delta(net, xs, method):
     """DELTA (ICLR 2023)."""
     loss, lambda_ = method.loss, method.lambda_
-    module, _, _ = ordinary(net)
-    for i, layer in enumerate(module):
-        if isinstance(layer, nn.BatchNorm2d):
-            module[i] = BatchRenorm(layer, method.alpha)
-    layers = [layer for layer in module if isinstance(layer, BatchRenorm)]
+    module, layers = replaced(ordinary(net)[0], lambda layer: BatchRenorm(layer, method.alpha))
     step = optimiser_of(method, [p for layer in layers for p in (layer.weight, layer.bias)])
     outputs, z, trusted = [], None, 0
     for x in xs:
