@@ -72,7 +72,6 @@ class Signs(NamedTuple):
     drift: Tensor
     collapse: Tensor
     scatter: Tensor
-    distance: Tensor
     top: Tensor
     top_share: Tensor
     order: Tensor
@@ -175,10 +174,10 @@ class Alarms:
             ranks = rank(reference, entropy(logits) / math.log(logits.shape[2]), classes)
             _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
             state = state._replace(martingale=martingale)
-        return _update(state, signs, images, compared=reference is not None)
+        return _update(state, signs, images, distance, compared=reference is not None)
 
 
-def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> AlarmState:
+def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, compared: bool) -> AlarmState:
     """Update the alarms after so many images (S,): which are on, and when and with which numbers others begin."""
     bet = state.martingale
     mean, began = bet.mean, bet.since[:, 0]
@@ -195,7 +194,7 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, compared: bool) -> 
     pure = (images + filling).long().clamp_min_(0)
     ordered = (images - state.collapse.length).clamp_min_(0)
     since = torch.cat((state.first, torch.stack((began, state.images, pure, ordered), 1)), 1)
-    pairs = mean, bet.weight, signs.distance, state.collapse.steps, signs.top_share, signs.top, signs.order
+    pairs = mean, bet.weight, distance, state.collapse.steps, signs.top_share, signs.top, signs.order
     four = torch.stack([t.float() for t in (*pairs, signs.source_order)], 1).unflatten(1, (4, 2))
     seven = torch.stack((state.faults, state.frames.grey.unsqueeze(1).expand_as(state.faults)), 2)
     numbers = torch.cat((seven, four), 1)
@@ -241,7 +240,6 @@ def look_for_collapse(
         drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
         collapse=_collapsed(rules, shares, weight, top, top_share),
         scatter=evidence >= rules.evidence,
-        distance=distance,
         top=top,
         top_share=top_share,
         order=beyond_chance[:, 0],

@@ -2,9 +2,8 @@
 
 The method plays the images as three streams, clean and under the corruptions of their family: all mixed, one
 corruption for hundreds of images after another, and the same with bursts of classes, some of which are rare. The labels
-say how accurate each window was;
-`tribe.health.fitting` learns it from signals without labels.
-Every method adapts, and is over-confident, in its own way: so an estimator belongs to one network and one method.
+say how accurate each window was; `tribe.health.fitting` learns it from signals without labels. Every method is
+over-confident in its own way: so an estimator belongs to one network and one method.
 
     calibration = tribe.calibrate(net, images, labels, method="tribe")
     calibration.save("health.safetensors")          # or: tribe source health --model ... --dataset ...

@@ -70,10 +70,6 @@ class EntryGroup(NamedTuple):
         """Return the images whose logits are not checked: bad ones and padding."""
         return bad if self.valid is None else ~self.valid if bad is None else bad | ~self.valid
 
-    def real(self, bad: Tensor) -> Tensor:
-        """Return the bad images that are not padding."""
-        return bad if self.valid is None else bad & self.valid
-
     def split(self, values: Tensor, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
         """Return the values of the images of each entry, without padding, in the order in which they were given."""
         own = {}
@@ -81,6 +77,10 @@ class EntryGroup(NamedTuple):
             ranks = arrived[name].ranks
             own[name] = part[:, :size] if ranks is None else in_order(part[:, :size], ranks.argsort(1))
         return own
+
+    def split_bad(self, bad: Tensor | None, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
+        """Return the bad images of each entry that are not padding; empty if there are none."""
+        return {} if bad is None else self.split(bad if self.valid is None else bad & self.valid, arrived)
 
 
 def group_entries(

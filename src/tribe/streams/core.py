@@ -131,7 +131,7 @@ class Streams:
                 logits, after = self._runner.step(group, [entry.state for entry in before], self._retired)
                 self._checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
-                marked = {} if bad is None else group.split(group.real(bad), arrived)
+                marked = group.split_bad(bad, arrived)
                 for i, name in enumerate(group.names):
                     if after is None:
                         new[name] = replace(old[name], bad=marked.get(name))
@@ -173,7 +173,7 @@ class Streams:
                 logits = self._runner.predict(group, own, partial(self._deployed, group, entries))
                 self._checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
-                marked |= {} if bad is None else group.split(group.real(bad), arrived)
+                marked |= group.split_bad(bad, arrived)
         for name in arrived:
             self.table.change(name, bad=marked.get(name))
         return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
