@@ -239,9 +239,9 @@ def test_what_was_refused_is_not_learned_so_that_a_retry_may_be():
     offer(sched, job(None, deadline=10.0))
     sched.next_prediction(0.0)
     (a,) = offer(sched, job("a", deadline=0.5, request_id="7"))
-    assert sched.will_learn("a", "7")
+    assert sched.unlearned("a") == [a]
     assert list(sched.refuse_late(0.5)) == [a]
-    assert not sched.will_learn("a", "7")
+    assert sched.unlearned("a") == []
     assert sched.next_step(0.5) == []
     assert not sched.queues
 
@@ -408,8 +408,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {each for queue in sched.queues.values() for each in queue.jobs} == set(queued)
         assert all(queue.jobs or queue.busy or queue.holders for queue in sched.queues.values())
         stepping = sched.stepping.jobs if sched.stepping else []
-        known = {(each.stream, each.request_id) for each in (*queued, *stepping)}
-        assert all(sched.will_learn(*each) for each in known if all(each))
+        of_streams = [each for each in (*queued, *stepping) if each.stream is not None]
+        assert all(each in sched.unlearned(each.stream) for each in of_streams)
 
     @invariant()
     def what_waits_has_a_reason(self):

@@ -353,7 +353,7 @@ async def test_an_idle_stream_is_stored_and_released(tmp_path):
     async with world.workers() as (one, _):
         await one.infer("cam", batch(0))
         world.clock.time += 1001
-        await one.release_idle()
+        await one.sessions.release_idle()
         assert one.streams() == []
         assert world.fleets[0].names == []
         assert (world.store.read("cam").clock, world.store.entry("cam").owner) == (1, None)

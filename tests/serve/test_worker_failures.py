@@ -172,7 +172,7 @@ async def test_an_idle_stream_is_released_once_although_the_server_stops_meanwhi
         await worker.infer("cam", batch(0))
         await worker.write_round()
         worker.sessions.by_name["cam"].used -= 1001
-        await cancel_in(worker, "release", worker.release_idle())
+        await cancel_in(worker, "release", worker.sessions.release_idle())
         assert kinds(worker) == ["opened", "released"]
 
 
@@ -248,7 +248,7 @@ async def test_a_state_that_cannot_be_stored_keeps_no_idle_stream_from_being_rel
             await worker.infer(name, batch(0))
             worker.sessions.by_name[name].used -= 1001
         for _ in range(2):
-            await worker.release_idle()
+            await worker.sessions.release_idle()
         assert [each["name"] for each in worker.streams()] == ["a"]
         assert kinds(worker).count("not-stored") == 1
         with pytest.raises(NotStored, match="finite"):

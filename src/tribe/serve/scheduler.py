@@ -244,11 +244,11 @@ class Scheduler:
         self.queues[job.stream].jobs.remove(job)
         self._remove_if_empty(job.stream)
 
-    def will_learn(self, stream: str, request_id: str) -> bool:
-        """Return whether a request with this id is in the stream's queue or is being stepped."""
+    def unlearned(self, stream: str) -> list[Job]:
+        """Return the requests of a stream that are in its queue or are being stepped."""
         queued = self.queues[stream].jobs if stream in self.queues else ()
-        stepping = [] if self.stepping is None else [job for job in self.stepping.jobs if job.stream == stream]
-        return any(job.request_id == request_id for job in (*queued, *stepping))
+        stepping = () if self.stepping is None else self.stepping.jobs
+        return [*queued, *(job for job in stepping if job.stream == stream)]
 
     def _remove_if_empty(self, stream: str | None) -> None:
         queue = self.queues[stream]

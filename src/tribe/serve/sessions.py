@@ -254,10 +254,10 @@ class Sessions:
             await self._forget(session)
         self.runtime.events.add("released", "stored and released" if claim else "forgotten", session.name)
 
-    async def release_idle(self, busy: Callable[[str], bool]) -> None:
+    async def release_idle(self) -> None:
         """Release streams without a request for a while. One that cannot be stored stays, without effect on others."""
-        before = self.runtime.clock() - self.policy.idle
-        for session in [s for s in self.by_name.values() if s.used < before and not busy(s.name)]:
+        before, unlearned = self.runtime.clock() - self.policy.idle, self.runtime.scheduler.unlearned
+        for session in [s for s in self.by_name.values() if s.used < before and not unlearned(s.name)]:
             try:
                 await self.release(session)
             except NotStored:

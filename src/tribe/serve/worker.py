@@ -69,7 +69,7 @@ class Worker:
         """Begin to serve, in the running event loop."""
         self._accepting = True
         self.fleet.listeners.append(self._alarms.append)
-        chores: list[tuple[Callable[[], Any], float]] = [(self.release_idle, max(0.1, self.policy.idle / 10))]
+        chores: list[tuple[Callable[[], Any], float]] = [(self.sessions.release_idle, max(0.1, self.policy.idle / 10))]
         if self.store is not None:
             chores += [(self.write_round, self.policy.write_every), (self.sessions.renew, self.policy.renew)]
         self._chores = [asyncio.get_running_loop().create_task(self._repeat(*chore)) for chore in chores]
@@ -117,20 +117,15 @@ class Worker:
             await self._progress.wait()
 
     def _is_busy(self, stream: str | None) -> bool:
-        queues, stepping = self.scheduler.queues, self.scheduler.stepping
-        if stream is None:
-            return bool(self.scheduler.waiting or stepping or any(queue.jobs for queue in queues.values()))
-        running = stepping is not None and any(job.stream == stream for job in stepping.jobs)
-        return running or (stream in queues and bool(queues[stream].jobs))
+        if stream is not None:
+            return bool(self.scheduler.unlearned(stream))
+        queued = any(queue.jobs for queue in self.scheduler.queues.values())
+        return bool(queued or self.scheduler.waiting or self.scheduler.stepping)
 
     async def write_round(self) -> None:
         """Store streams that changed."""
         if self.sessions.writer is not None:
             await self.sessions.writer.round(self.sessions.by_name.values())
-
-    async def release_idle(self) -> None:
-        """Store and release streams that had no request for a while."""
-        await self.sessions.release_idle(self._is_busy)
 
     async def infer(
         self,
@@ -182,7 +177,8 @@ class Worker:
             session.images += job.size
             job.source = not session.loaded
             id = job.request_id
-            repeated = id is not None and (id in session.recent or self.scheduler.will_learn(session.name, id))
+            unlearned = (each.request_id for each in self.scheduler.unlearned(session.name))
+            repeated = id is not None and (id in session.recent or id in unlearned)
             job.learn = job.learn and not repeated and self.sessions.blocked(session.name) is None
         if self._stopped:
             raise Unavailable("the server stops", 1.0)
