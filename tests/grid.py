@@ -31,6 +31,12 @@ def small(workbench, method="source", batch=16, **options):
     return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, batch=batch, **options)
 
 
+def same(one, other, names=("domain", "label", "prediction", "confidence")):
+    """Whether records are equal bit for bit, the times aside."""
+    pairs = list(zip(one, other, strict=True))
+    return all(torch.equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in names)
+
+
 def experiments(count, workbench):
     for i in range(count):
         yield small(workbench, METHODS[i % len(METHODS)], seeds=(i // len(METHODS),))

@@ -72,11 +72,11 @@ def refused(result, *words):
     """Whether a command printed one error message on stderr and exited with 2, without a traceback."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
-    assert "Traceback" not in result.stderr
+    stderr = result.stderr.removeprefix("loading\n")  # of the module of the model
+    assert stderr.startswith("error: ")
+    assert len(stderr.splitlines()) == 1
     for word in words:
-        assert word in result.stderr
+        assert word in stderr
     return True
 
 
@@ -307,9 +307,7 @@ def test_weights_are_loaded(call, tmp_path):
     ],
 )
 def test_a_bad_target_is_explained(call, target, words):
-    result = call("doctor", target, "--shape", "3,8,8")
-    result.stderr_bytes = result.stderr_bytes.replace(b"loading\n", b"")
-    assert refused(result, *words)
+    assert refused(call("doctor", target, "--shape", "3,8,8"), *words)
 
 
 def test_bad_images_are_explained(call, tmp_path):
@@ -337,9 +335,7 @@ def test_bad_images_are_explained(call, tmp_path):
 
 def test_weights_that_do_not_fit(call, tmp_path):
     def refuses(path, *words):
-        result = call("doctor", "models_here.py:net", "--weights", path)
-        result.stderr_bytes = result.stderr_bytes.replace(b"loading\n", b"")
-        return refused(result, str(path), *words)
+        return refused(call("doctor", "models_here.py:net", "--weights", path), str(path), *words)
 
     path = tmp_path / "weights.safetensors"
     assert refuses(path, "no weights")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from grid import same
 from tribe import filters, methods
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import Scenario, Schedule, create
@@ -63,13 +64,6 @@ CASES = [
     ("bn", filters.create("cofa"), "gli-f"),
     ("source", filters.create("time"), "gli-f"),
 ]
-
-
-def same(one: list[Record], other: list[Record]) -> bool:
-    columns = ("domain", "label", "prediction", "confidence")
-    return len(one) == len(other) and all(
-        torch.equal(getattr(a, name), getattr(b, name)) for a, b in zip(one, other, strict=True) for name in columns
-    )
 
 
 @pytest.mark.parametrize(("name", "rule", "scenario"), CASES, ids=lambda part: getattr(part, "name", part))

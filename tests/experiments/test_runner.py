@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from grid import same
 from tribe import methods, metrics
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
@@ -58,11 +59,6 @@ class Fixed(Scenario):
 def play(method="source", seeds=(0, 1), resets=(), **options):
     stream = Stream(Memory(), Fixed(reset_at=resets), seeds, batch=16)
     return run(Backbone(small_network()), ready(method), stream, **options)
-
-
-def same(one, other, names=("domain", "label", "prediction", "confidence")):
-    """Whether records are equal bit for bit, the times aside."""
-    return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in zip(one, other, strict=True) for n in names)
 
 
 def stopped(method, path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tribe
-from grid import DATA, run_experiment, small
+from grid import DATA, run_experiment, same, small
 from places import TESTS
 from processes import Process, ended
 from reproduction.keep import keep, stale
@@ -56,9 +56,7 @@ def stop_at(batch):
 
 def check_equal(one, other):
     assert one.metrics == other.metrics
-    for a, b in zip(one.records(), other.records(), strict=True):
-        assert torch.equal(a.prediction, b.prediction)
-        assert torch.equal(a.confidence, b.confidence)
+    assert same(one.records(), other.records())
 
 
 # -- layout -----------------------------------------------------------------------------------------------------------
@@ -214,8 +212,7 @@ def test_bf16_is_a_network_of_bfloat16_and_a_precision_of_its_own(workbench, tmp
     net = tribe.models.load("compact", tribe.models.find("compact", "mnist", "nowhere"))
     rounded, method = tribe.Backbone(net).to(torch.bfloat16), tribe.methods.create("tent", classes=10)
     (expected,) = tribe.run(rounded, method, experiment.parts.stream)
-    assert torch.equal(record.prediction, expected.prediction)
-    assert torch.equal(record.confidence, expected.confidence)
+    assert same([record], [expected])
     (plain,) = run_experiment(whole, tmp_path).records()
     assert not torch.equal(record.confidence, plain.confidence)
     assert metrics.instance_error(record).item() == pytest.approx(metrics.instance_error(plain).item(), abs=0.02)

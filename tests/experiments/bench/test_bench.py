@@ -54,6 +54,20 @@ def own(tmp_path, monkeypatch, registries):
     return "bench", "--model", "mine.py:net", "--shape", "3,8,8", "--batch", "4", "--repeats", "2"
 
 
+@pytest.fixture
+def spied(monkeypatch):
+    """What the contender spy was built with, and the settings of that moment."""
+    monkeypatch.setattr(contenders, "_builders", dict(contenders._builders))
+    seen = []
+
+    @contenders.contender("spy")
+    def spy(given):
+        seen.append((given, torch.get_num_threads(), kernels.mode()))
+        return contenders.create("plain", given)
+
+    return seen
+
+
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
@@ -125,32 +139,17 @@ def test_any_method_can_take_part(method):
     assert call().shape == (2, 6, 4)
 
 
-def test_bf16_is_bf16_for_all(monkeypatch):
-    monkeypatch.setattr(contenders, "_builders", dict(contenders._builders))
-    seen = {}
-
-    @contenders.contender("spy")
-    def spy(g):
-        seen.update(images=g.images.dtype, net=g.net[0].weight.dtype, backbone=g.backbone.dtype)
-        return contenders.create("plain", g)
-
+def test_bf16_is_bf16_for_all(spied):
     measurement.measure(network(), setting(precision="bf16"), ["tribe", "spy"], repeats=1)
-    assert set(seen.values()) == {torch.bfloat16}
+    given = spied[-1][0]
+    assert {given.images.dtype, given.net[0].weight.dtype, given.backbone.dtype} == {torch.bfloat16}
 
 
-def test_everything_is_put_back(monkeypatch):
-    monkeypatch.setattr(contenders, "_builders", dict(contenders._builders))
+def test_everything_is_put_back(spied):
     net, threads, mode = network(), torch.get_num_threads(), kernels.mode()
     before, drawn = copy.deepcopy(net.state_dict()), torch.get_rng_state()
-    used = []
-
-    @contenders.contender("spy")
-    def spy(g):
-        used.append((torch.get_num_threads(), kernels.mode()))
-        return contenders.create("plain", g)
-
     measurement.measure(net, setting(threads=1, kernels=False), ["spy"], repeats=1)
-    assert set(used) == {(1, False)}
+    assert {tuple(settings) for _, *settings in spied} == {(1, False)}
     assert (torch.get_num_threads(), kernels.mode()) == (threads, mode)
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
