@@ -160,7 +160,7 @@ class Alarms:
 
         `look` returned the state and the verdict. ``output`` are the method's logits (S, B, K), ``source`` the source's
         of the images that are ``known`` (S, B; None: all), and ``distance`` (S,) is how far the affine parameters have
-        moved. Without a ``reference`` there is no alarm "shift".
+        moved. "shift" needs a ``reference``.
         """
         images = state.images + valid.sum(1)
         valid = valid & ~verdict.teaches_nothing
