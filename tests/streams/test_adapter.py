@@ -361,7 +361,7 @@ def test_no_object_and_no_memory_of_a_tensor_is_left_behind_by_a_step():
     def held():
         gc.collect()
         objects = gc.get_objects()
-        ours = [o for o in objects if type(o).__module__.startswith("tribe.")]
+        ours = [o for o in objects if str(type(o).__module__).startswith("tribe.")]
         tensors = [o for o in objects if issubclass(type(o), torch.Tensor) and not nn.parameter.is_lazy(o)]
         return len(ours), len(tensors), sum(t.untyped_storage().nbytes() for t in tensors)
 
