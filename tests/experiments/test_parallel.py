@@ -56,7 +56,7 @@ class Trouble(BN):
             file.write(f"{os.getpid()} {clock}\\n")
         if clock == 5 and self.kind == "error":
             raise RuntimeError("this method never gets further")
-        if clock == 5 and first and self.kind == "kill":
+        if clock == 5 and (self.kind == "kill always" or (first and self.kind == "kill")):
             os.kill(os.getpid(), signal.SIGKILL)
         while clock == 5 and first and self.kind == "hang":
             time.sleep(0.1)
@@ -283,7 +283,8 @@ def test_a_killed_worker_is_replaced_and_goes_on(address, trouble, workbench, tm
 @pytest.mark.slow
 def test_who_kills_every_worker_is_given_up(address, trouble, workbench, tmp_path):
     made, _ = trouble
-    failure, result = run_all([made("kill"), small(workbench, "bn")], tmp_path, workers=address, workbench=workbench)
+    deadly, other = made("kill always"), small(workbench, "bn")
+    failure, result = run_all([deadly, other], tmp_path, workers=address, workbench=workbench)
     assert isinstance(failure, Failure)
     assert "died" in failure.reason
     assert isinstance(result, Result)

@@ -17,7 +17,7 @@ from tribe.serve.plain import encode_npy
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.testing import small_network
 
-NAMES = [f"cam{i}" for i in range(8)]
+NAMES = [f"cam{i}" for i in range(16)]
 
 
 def free_port():
