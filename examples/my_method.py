@@ -1,4 +1,4 @@
-"""Learn only from confident images: a method to start from. Check it with: python examples/my_method.py"""
+"""Learn only from confident images."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ class Confident(EntropyMethod):
         return losses.mean_over(losses.entropy(logits), trusted), trusted
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # python examples/my_method.py checks it
     from tribe.testing import check_method
 
     check_method(Confident(classes=4))
