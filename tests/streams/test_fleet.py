@@ -189,7 +189,7 @@ def test_one_stream_is_exported():
         tribe.fleet(NET, "lame").add("a").export("a")
 
 
-def test_the_source_model_predicts_for_a_stream_that_nobody_knows():
+def test_the_source_model_predicts_for_an_unknown_stream():
     fleet = lively()
     assert torch.equal(fleet.predict_source(x(7)), tribe.adapt(NET, "source").predict(x(7)))
     assert fleet.predict_source(x(7, 0)).shape == (0, 4)

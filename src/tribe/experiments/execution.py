@@ -155,8 +155,8 @@ class ExperimentRunner:
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
                     keep_outputs=keep_outputs,
                     progress=progress,
-                    deterministic=parts.net.device.type
-                    == "cuda",  # a resumed stream ends with the same bits there, too
+                    # A resumed stream ends with the same bits on a GPU, too.
+                    deterministic=parts.net.device.type == "cuda",
                 )
             except StateFileError as error:
                 names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))

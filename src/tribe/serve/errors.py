@@ -110,30 +110,27 @@ class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
-EXPECTED = (  # a ValueError or an OSError of another type is a mistake in the server
-    *(ServeError, UnknownStream, WrongName, StateFileError, StoreDown, StoreDamaged),
-    *(msgspec.MsgspecError, torch.OutOfMemoryError),
-)
+ANSWERS: dict[type[Exception], tuple[type[ServeError], str]] = {  # for clients, with the text of the error
+    UnknownStream: (NotFound, "{}"),
+    WrongName: (BadRequest, "{}"),
+    StateFileError: (Conflict, "{}"),
+    StoreDown: (Unavailable, "{}"),
+    StoreDamaged: (ServeError, "{}"),
+    msgspec.MsgspecError: (
+        BadRequest,
+        "the JSON or the query of the request cannot be read: {}. See the section Protocol of docs/serving.md",
+    ),
+    torch.OutOfMemoryError: (Unavailable, "not enough memory for this request: {}. Send fewer images"),
+}
+# A ValueError or an OSError of another type is a mistake in the server.
+EXPECTED: tuple[type[Exception], ...] = (ServeError, *ANSWERS)
 
 
 def as_serve_error(error: Exception) -> ServeError:
     """Return an error as clients get it; others than `EXPECTED` say nothing."""
-    match error:
-        case ServeError():
-            return error
-        case UnknownStream():
-            return NotFound(str(error))
-        case WrongName():
-            return BadRequest(str(error))
-        case StateFileError():
-            return Conflict(str(error))
-        case StoreDown():
-            return Unavailable(str(error))
-        case StoreDamaged():
-            return ServeError(str(error))
-        case msgspec.MsgspecError():
-            words = f"the JSON or the query of the request cannot be read: {error}"
-            return BadRequest(f"{words}. See the section Protocol of docs/serving.md")
-        case torch.OutOfMemoryError():
-            return Unavailable(f"not enough memory for this request: {error}. Send fewer images")
+    if isinstance(error, ServeError):
+        return error
+    for expected, (answer, words) in ANSWERS.items():
+        if isinstance(error, expected):
+            return answer(words.format(error))
     return ServeError("an unexpected error in the server; its log says more")
