@@ -131,9 +131,9 @@ def test_a_long_way_in_few_steps_is_drift_and_the_same_way_in_many_is_not():
 
 def test_a_long_stream_explains_no_more_drift_than_a_day():
     state = start_collapse(1, CLASSES)._replace(steps=torch.tensor([10**6]))
-    one, valid = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=torch.bool)
+    classes, counted = torch.zeros(1, 2, 1, dtype=torch.int64), torch.tensor([[[True], [False]]])
     for distance, drifts in ((0.7, True), (0.5, False)):
-        signs, _ = look_for_collapse(CollapseRules(), state, one, valid, torch.tensor([distance]), one, ~valid)
+        signs, _ = look_for_collapse(CollapseRules(), state, classes, counted, torch.tensor([distance]))
         assert signs.drift == drifts
 
 
@@ -238,10 +238,10 @@ def test_nothing_waits_for_the_device():
 
 
 def test_a_class_that_is_not_known_for_any_image_says_nothing():
-    predicted, valid = torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8, dtype=torch.bool)
+    predicted, counted = torch.zeros(1, 2, 8, dtype=torch.int64), torch.tensor([[True], [False]]).expand(1, 2, 8)
     state = start_collapse(1, CLASSES)
     for _ in range(3):
-        signs, state = look_for_collapse(CollapseRules(), state, predicted, valid, torch.zeros(1), predicted, ~valid)
+        signs, state = look_for_collapse(CollapseRules(), state, predicted, counted, torch.zeros(1))
     assert float(state.evidence) == 0
     assert not signs.scatter
 

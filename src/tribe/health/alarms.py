@@ -167,12 +167,13 @@ class Alarms:
         sourced = torch.zeros_like(valid) if source is None else valid if known is None else valid & known
         own = output.argmax(2)
         classes = own if source is None else source.argmax(2)
-        signs, collapse = look_for_collapse(self.collapse, state.collapse, own, valid, distance, classes, sourced)
+        predicted, counted = torch.stack((own, classes), 1), torch.stack((valid, sourced), 1)
+        signs, collapse = look_for_collapse(self.collapse, state.collapse, predicted, counted, distance)
         state = state._replace(collapse=collapse)
         if reference is not None:
-            logits, counted = (output, valid) if source is None else (source, sourced)
+            logits, ranked = (output, valid) if source is None else (source, sourced)
             ranks = rank(reference, entropy(logits) / math.log(logits.shape[2]), classes)
-            _, martingale = self.martingale.step(reference, state.martingale, ranks, counted, state.images)
+            _, martingale = self.martingale.step(reference, state.martingale, ranks, ranked, state.images)
             state = state._replace(martingale=martingale)
         return _update(state, signs, images, distance, compared=reference is not None)
 
@@ -213,20 +214,10 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, c
 
 @torch.no_grad()
 def look_for_collapse(
-    rules: CollapseRules,
-    state: CollapseState,
-    predicted: Tensor,
-    valid: Tensor,
-    distance: Tensor,
-    source: Tensor,
-    sourced: Tensor,
+    rules: CollapseRules, state: CollapseState, predicted: Tensor, counted: Tensor, distance: Tensor
 ) -> tuple[Signs, CollapseState]:
-    """Add a batch, and return the signs and the next state.
-
-    The classes that the adapted network ``predicted`` (S, B) count where ``valid``, those of the ``source`` where
-    ``sourced``.
-    """
-    batch = _count(state, torch.stack((predicted, source), 1), torch.stack((valid, sourced), 1))
+    """Add the classes (S, 2, B) that network and source predicted, those ``counted``; return signs and next state."""
+    batch = _count(state, predicted, counted)
     means = state.shares / state.weight.unsqueeze(2).clamp_min(1e-6)
     order, source_order = _order(batch, means)
     evidence = _evidence(rules, state, batch, order, source_order)

@@ -25,7 +25,13 @@ from tribe.fields import Count, NotNegative, Positive, Range, Share, check_field
 from tribe.health.alarms import KINDS
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
-from tribe.health.lean import RATIO, distance_in_single_images, distance_of_images, distance_of_statistics, shift_weight
+from tribe.health.probe import (
+    RATIO,
+    distance_in_single_images,
+    distance_of_images,
+    distance_of_statistics,
+    shift_weight,
+)
 from tribe.health.report import Health
 from tribe.health.watch import Watcher, WatchState
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
@@ -111,14 +117,11 @@ class Watch:
         x: Tensor,
         valid: Tensor | None = None,
         retired: Any = None,
-        *,
-        deploy: Callable[[Backbone, Any], Deployed],
     ) -> tuple[Tensor, Any, GuardState]:
         """Take the method's step, watch it, and apply the guard's limits to the result.
 
-        What watches runs beside the method's own work, and reads what the method reported of the batch before.
-        ``deploy`` makes the network that predicts: `lean` for this method. Return the predictions, and the next states
-        of the method and of the guard.
+        What watches runs beside the method's own work, and reads what the method reported of the batch before. Return
+        the predictions, and the next states of the method and of the guard.
         """
         watcher, beside = self.watcher(net, method), SideStream(x.device)
         good = good_images(x)  # a bad image leaves no trace
@@ -132,7 +135,7 @@ class Watch:
             logits = output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
             watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.info), output))
 
-        options: dict[str, Any] = {"deploy": deploy}
+        options: dict[str, Any] = {"deploy": lambda net, state: self.lean(net, method, state)}
         if method.capture == "whole":
             options["on_prediction"] = lambda output: beside(lambda: on_prediction(output))
         output, moved = method.step(net, state, x, valid, retired, **options)
@@ -140,20 +143,16 @@ class Watch:
             beside(lambda: on_prediction(output))
         beside.join()
         new = old._replace(watch=watcher.report(watched[0][0], moved.info, real))
-        return output, *self.restrain(net, method, state, moved, old, new, verdict.teaches_nothing & real, real)
+        idle = torch.where((verdict.teaches_nothing & real).any(1), real.sum(1), 0)
+        return output, *self.restrain(net, method, state, moved, old, new, idle)
 
     def restrain(
-        self,
-        net: Backbone,
-        method: Method,
-        before: Any,
-        moved: Any,
-        old: GuardState,
-        new: GuardState,
-        idle: Tensor,
-        real: Tensor,
+        self, net: Backbone, method: Method, before: Any, moved: Any, old: GuardState, new: GuardState, idle: Tensor
     ) -> tuple[Any, GuardState]:
-        """Apply the limits of a guard to a step; what only watches has none."""
+        """Apply the limits of a guard to a step; what only watches has none.
+
+        ``idle`` (S,) are the images of a batch with a frame that teaches nothing; 0 for other batches.
+        """
         return moved, new
 
     def health(self, net: Backbone, method: Method, state: PipelineState) -> list[Health]:
@@ -291,15 +290,7 @@ class Guard(Watch):
         return first if self.good_every is None else first._replace(good=clone(state))
 
     def restrain(
-        self,
-        net: Backbone,
-        method: Method,
-        before: Any,
-        moved: Any,
-        old: GuardState,
-        new: GuardState,
-        idle: Tensor,
-        real: Tensor,
+        self, net: Backbone, method: Method, before: Any, moved: Any, old: GuardState, new: GuardState, idle: Tensor
     ) -> tuple[Any, GuardState]:
         """Shorten the step, skip it where frames teach nothing, and go back where something went wrong."""
         if self.speed is not None:
@@ -309,9 +300,8 @@ class Guard(Watch):
             moved = pull_back(net, moved, self.pull * (moved.key.clock > before.key.clock))  # it took a step
         if not own_weights:  # else what predicts is a mean of many steps, not what was limited
             moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
-        held = idle.any(1) & self.skip
-        skipped = torch.where(held, real.sum(1), 0)
-        after = select_joined(~held, moved, before)
+        skipped = idle if self.skip else torch.zeros_like(idle)
+        after = select_joined(skipped == 0, moved, before)
         after = after._replace(info=after.info._replace(skipped=after.info.skipped + skipped))
         new = new._replace(held=new.held + skipped)
         return (after, new) if self.good_every is None else self.go_back(after, new, old.watch)

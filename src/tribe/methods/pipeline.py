@@ -149,8 +149,8 @@ class Pipeline:
             output, after = self.method.step(net, state.method, x, valid, spare)
             state = state._replace(method=after)
         else:
-            parts = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare, deploy=self.deploy)
-            output, state = parts[0], PipelineState(parts[1], parts[2], state.filter)
+            output, after, guard = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare)
+            state = PipelineState(after, guard, state.filter)
         answer, after = self.filter_output(net, state.filter, output, valid)
         return answer, state._replace(filter=after)
 
