@@ -12,11 +12,11 @@ from tribe.core.backbone import Backbone
 from tribe.core.state import Affine, Stats, clone, leaves, stream
 from tribe.health.alarms import KINDS
 from tribe.health.guard import Guard, limit, pull_back
-from tribe.health.lean import distance_of_images, distance_of_statistics, shift_weight
+from tribe.health.probe import distance_of_images, distance_of_statistics, shift_weight
 from tribe.methods import Deployed, Frozen, PerBatch
 from tribe.norms.batch import MixedBatch
 from tribe.testing import check_method, ready, small_network
-from tribe.testing.samples import small_backbone
+from tribe.testing.shared import small_backbone
 from watching import pictures
 
 OFF = {"lean_half": 0.0, "lean_most": 1.0, "lean_batch": 1.0, "pull": 0.0, "speed": None, "good_every": None}

@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy
-from tribe.core.rules import Frozen
 from tribe.core.validation import good_images
 from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, fit_reference
-from tribe.health.probe import ask, start_shift
+from tribe.health.probe import BATCH, ask, source_logits, start_shift
 from tribe.health.regression import GaussianProcess
 from tribe.io.json_files import Where, check
 from tribe.knowledge import Knowledge, KnowledgeError
@@ -37,7 +36,6 @@ from tribe.registry import nearest
 NAME = "health"  # of the knowledge in a file
 MODEL = "model."  # begins the names of the estimator's tensors in a file
 ADVICE = "tribe source health --model ... --dataset ..."
-BATCH = 64
 PROBE = 4  # one image in so many is also predicted by the source
 LEAST = 200  # images
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
@@ -255,14 +253,6 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
             f"the network is right on {100 * accuracy:.1f} % of these images, and guessing is on {100 * chance:.1f} %: "
             "are the classes numbered in the network's order, and are the images in [0, 1], as the network takes them?"
         )
-
-
-@torch.no_grad()
-def source_logits(net: Backbone, images: Tensor) -> Tensor:
-    """The source network's logits (N, K)."""
-    affine, stats = net.source()
-    batches = (batch.to(net.device).unsqueeze(0) for batch in images.split(BATCH))
-    return torch.cat([net(batch, affine, stats, Frozen()).logits[0].cpu().float() for batch in batches])
 
 
 # -- the streams: a plan says which image comes when, and under which condition ----------------------------------------

@@ -1,8 +1,11 @@
-"""Predictions of the source for some images of a stream, in one pass: a second opinion that does not adapt.
+"""The source beside a stream: its predictions of some images, and how far statistics are from its own.
 
-Of every so many valid images of a batch, one is a probe. The pass normalises with the source's statistics, and looks at
-those that the probes have: how far they are from the source's tells how much the images have changed, whatever the
-network predicts.
+Of every so many valid images of a batch, one is a probe: in one pass the source predicts it, a second opinion that does
+not adapt. The pass normalises with the source's statistics, and looks at those that the probes have: how far they are
+from the source's tells how much the images have changed, whatever the network predicts.
+
+A guard leans on the source by the distance of the adapted statistics. Adapting costs accuracy where nothing has
+changed; where much has changed, statistics are what helps most.
 """
 
 from dataclasses import dataclass
@@ -14,9 +17,15 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, pool_batch
 from tribe.core.state import Stats
-from tribe.health.changes import DEPTHS, moves_by_depth
+from tribe.core.validation import good_images
+from tribe.health.changes import DEPTHS, constants, moves_by_depth
+from tribe.norms.balanced import Balanced
 
 SPAN = 16  # probes over which their statistics are averaged, about
+POWER = 4  # how sharply the share rises around `midpoint`
+RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
+LEAST = 200  # images that tell this distance
+BATCH = 64  # the most images that pass at once: a large image takes megabytes in every layer
 
 
 @dataclass(frozen=True)
@@ -102,3 +111,80 @@ def measure_shift(net: Backbone, state: ShiftState) -> Tensor:
     now = Stats(mean.unsqueeze(1), (state.square / weight - mean.square()).clamp_min(0).unsqueeze(1))
     far = moves_by_depth(net, Stats(*(t.float() for t in net.origin.state.stats)), now)
     return torch.where(state.weight.unsqueeze(1) > 0, far, 0)
+
+
+@torch.no_grad()
+def source_logits(net: Backbone, images: Tensor) -> Tensor:
+    """The source network's logits (N, K)."""
+    affine, stats = net.source()
+    batches = (batch.to(net.device).unsqueeze(0) for batch in images.split(BATCH))
+    return torch.cat([net(batch, affine, stats, Frozen()).logits[0].cpu().float() for batch in batches])
+
+
+# -- the distance of statistics, by which a guard leans ----------------------------------------------------------------
+
+
+@torch.no_grad()
+def shift_weight(net: Backbone, stats: Stats, squared: float | Tensor) -> Tensor:
+    """From 0, where nothing has changed, to 1 (S,); 1/2 where the squared distance of statistics is ``squared``."""
+    far = distance_of_statistics(net, stats) ** POWER
+    return far / (far + squared ** (POWER // 2)).clamp_min(torch.finfo(far.dtype).tiny)
+
+
+@torch.no_grad()
+def distance_of_statistics(net: Backbone, stats: Stats) -> Tensor:
+    """Return the distance of statistics (S, 1, C) from the source's, (S,): standard deviations, middle layers.
+
+    The first layers see what differs between augmented and plain images, the last ones which classes are there; the
+    middle third sees the world in front of the camera. Each layer counts the same: sqrt(dmean^2 + dstd^2).
+    """
+    source = constants(net, stats.mean)
+    apart = torch.hypot(stats.mean - source.mean, (stats.var + source.eps).sqrt_() - source.std)
+    distance: Tensor = torch.linalg.vector_norm(apart * source.scale, dim=(1, 2))
+    return distance
+
+
+@torch.no_grad()
+def distance_of_images(net: Backbone, images: Tensor) -> float:
+    """Return the distance of the statistics of images (N, ...) of all classes from the source's.
+
+    Images pass in equal batches of at most `BATCH`, and their statistics are averaged. A batch has images from
+    everywhere, because they may be sorted by class.
+    """
+    if not isinstance(images, Tensor) or images.dim() < 2 or not images.is_floating_point():
+        kind = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"clean images are a floating point tensor (N, ...) in [0, 1]; got {kind}")
+    if len(images) < LEAST:
+        raise ValueError(f"the distance of clean images needs at least {LEAST} of them; got {len(images)}")
+    if bad := int((~good_images(images, 1)).sum()):
+        raise ValueError(f"{bad} of {len(images)} clean images are not finite; leave them out")
+    affine, stats = net.source()
+    if not stats.mean.shape[-1]:
+        raise ValueError("the network keeps no statistics, so there is nothing to lean by: use a guard as it is")
+    mean, square = torch.zeros_like(stats.mean), torch.zeros_like(stats.var)
+    batches = -(-len(images) // BATCH)
+    for first in range(batches):
+        part = images[first::batches]
+        valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
+        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(stored=False), valid=valid).stats
+        mean += own.mean * (len(part) / len(images))
+        square += (own.var + own.mean.square()) * (len(part) / len(images))
+    return float(distance_of_statistics(net, Stats(mean, square - mean.square())))
+
+
+@torch.no_grad()
+def distance_in_single_images(net: Backbone, images: Tensor, norm: Balanced) -> float:
+    """Return the greatest distance of Balanced BN's statistics from the source's while images (N, ...) come one by one.
+
+    `LEAST` images from everywhere come in bursts, ordered by the class that the source predicts. The last half counts.
+    """
+    some = images[:: len(images) // LEAST][:LEAST]
+    labels = source_logits(net, some).argmax(-1)
+    affine, stats = net.source()[0], net.source(1, norm.classes)[1]
+    valid = torch.ones(1, 1, dtype=torch.bool, device=net.device)
+    far = []
+    for i in labels.argsort(stable=True):
+        x, label = some[None, None, i].to(net.device), labels[None, None, i].to(net.device)
+        stats = net(x, affine, stats, norm, label, valid).stats
+        far.append(distance_of_statistics(net, norm.pool(stats)))
+    return float(torch.cat(far[len(far) // 2 :]).amax())
