@@ -6,7 +6,7 @@ import torch
 from tribe.core import state as states
 from tribe.core.state import clone, leaves, select, select_joined
 from tribe.testing import ready
-from tribe.testing.samples import small_backbone
+from tribe.testing.shared import small_backbone
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -9,7 +9,7 @@ import torch
 import tribe
 from tribe.core.state import digest
 from tribe.testing import images, ready, small_network
-from tribe.testing.samples import small_backbone
+from tribe.testing.shared import small_backbone
 from watching import calibration_of, pictures
 
 

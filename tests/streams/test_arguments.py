@@ -6,7 +6,7 @@ import torch
 import tribe
 from tribe.streams import UnknownStream
 from tribe.testing import images
-from tribe.testing.samples import small_backbone
+from tribe.testing.shared import small_backbone
 
 NET = small_backbone()
 

@@ -9,7 +9,7 @@ from tribe.core.state import leaves
 from tribe.streams import stream_seed
 from tribe.streams.batching import MAX_ENTRIES, RECORDINGS, Arrived, Runner, gather_deployed, group_entries
 from tribe.testing import images
-from tribe.testing.samples import small_backbone
+from tribe.testing.shared import small_backbone
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 ROUNDS = ({"a": 1, "b": 3, "c": 1}, {"a": 2, "b": 1}, {"c": 1, "a": 1, "b": 1}, {"b": 3})

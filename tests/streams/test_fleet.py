@@ -10,7 +10,7 @@ from tribe.io.states import StateFileError
 from tribe.streams import stream_seed
 from tribe.streams.core import EXACT, OWN_WEIGHTS
 from tribe.testing import images, ready, small_network
-from tribe.testing.samples import small, small_backbone
+from tribe.testing.shared import small, small_backbone
 
 NET = small_backbone()
 

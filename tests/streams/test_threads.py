@@ -17,7 +17,7 @@ from tribe.core.state import digest
 from tribe.methods import names
 from tribe.methods.tribe import Tribe
 from tribe.testing import images, ready, small_network
-from tribe.testing.samples import small, small_backbone
+from tribe.testing.shared import small, small_backbone
 
 NET = small_backbone()
 WAIT = 60  # seconds until a test gives up; none waits for a time to pass

@@ -23,7 +23,8 @@ from tribe.testing.dataset_checks import DATASET_CHECKS
 from tribe.testing.filter_checks import FILTER_CHECKS
 from tribe.testing.method_checks import METHOD_CHECKS
 from tribe.testing.norm_checks import NORM_CHECKS
-from tribe.testing.samples import (
+from tribe.testing.scenario_checks import SCENARIO_CHECKS
+from tribe.testing.shared import (
     CLASSES,
     SIZE,
     images,
@@ -35,7 +36,6 @@ from tribe.testing.samples import (
     small,
     small_network,
 )
-from tribe.testing.scenario_checks import SCENARIO_CHECKS
 
 
 def check_method(method: AnyMethod) -> None:

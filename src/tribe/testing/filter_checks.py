@@ -13,7 +13,7 @@ from torch import Tensor
 from tribe.core.state import clone, digest, leaves, stream
 from tribe.filters import Filtered, TimeFilter
 from tribe.testing import shared
-from tribe.testing.samples import labels_in_bursts, predictions
+from tribe.testing.shared import labels_in_bursts, predictions
 
 CLASSES = 10
 STAY = 0.95  # probability that the next image has the same class: bursts of about 20 images

@@ -14,7 +14,7 @@ from tribe.core.state import clone, digest, hash_tensors, leaves, stream
 from tribe.core.validation import good_images
 from tribe.methods import AnyMethod, Pipeline
 from tribe.testing import shared
-from tribe.testing.samples import CLASSES, SIZE, images, small_backbone, small_network
+from tribe.testing.shared import CLASSES, SIZE, images, small_backbone, small_network
 
 
 class _StrictBackbone(Backbone):

@@ -9,7 +9,7 @@ from torch import Tensor
 from tribe.core.state import digest
 from tribe.data.scenarios import LongTail, Natural, Scenario, Schedule, class_counts
 from tribe.testing import shared
-from tribe.testing.samples import CLASSES, PER_CLASS, label_sets
+from tribe.testing.shared import CLASSES, PER_CLASS, label_sets
 
 
 def _draws(scenario: Scenario) -> list[tuple[Scenario, Schedule]]:
