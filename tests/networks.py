@@ -2,7 +2,9 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import nn
 
@@ -25,6 +27,15 @@ def started(streams=1, **fields):
     adapter = tribe.adapt(small_network(), streams=streams, **fields)
     adapter(images(streams, 6) if streams > 1 else batch())
     return adapter
+
+
+@contextmanager
+def refused(adapter, error, match):
+    """Expect an error that leaves the state of an adapter as it was."""
+    before = adapter.digest()
+    with pytest.raises(error, match=match):
+        yield
+    assert adapter.digest() == before
 
 
 def at_once(*calls):

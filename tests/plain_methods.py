@@ -52,6 +52,13 @@ def optimiser_of(method, parameters, **sgd):
     return torch.optim.SGD(parameters, lr=method.lr, momentum=0.9, **sgd)
 
 
+def descend(optimiser, loss):
+    """Take one step down the gradient of a loss."""
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+
+
 def learned(weights, biases, prefix="affine."):
     """Scales and shifts of all layers, as a state names them."""
     return {
@@ -66,9 +73,7 @@ def pl(net, xs, method):
     for x in xs:
         logits = module(x)
         outputs.append(logits.detach())
-        step.zero_grad()
-        nn.functional.cross_entropy(logits, logits.argmax(1)).backward()
-        step.step()
+        descend(step, nn.functional.cross_entropy(logits, logits.argmax(1)))
     return outputs, learned(weights, biases)
 
 
@@ -131,9 +136,7 @@ def eata(net, xs, method):
             loss = loss + math.exp(limit - float(doubt.detach())) * doubt / len(kept)
         for p, p0, f in zip((*weights, *biases), start, fisher, strict=True):
             loss = loss + method.alpha * (f * (p - p0) ** 2).sum()
-        step.zero_grad()
-        loss.backward()
-        step.step()
+        descend(step, loss)
         seen = logits.detach()[kept].softmax(1).mean(0)
         mean = seen if mean is None else 0.9 * mean + 0.1 * seen
         steps += 1
@@ -202,9 +205,7 @@ def roid(net, xs, method, ensemble=towards_source):
             a, b = logits[i], other[row]
             agree = -0.5 * (a.softmax(0) * b.log_softmax(0)).sum() - 0.5 * (b.softmax(0) * a.log_softmax(0)).sum()
             loss = loss + math.exp(float(diversity[i] * certainty[i]) / method.tau) * (ratio + agree) / count
-        step.zero_grad()
-        loss.backward()
-        step.step()
+        descend(step, loss)
         with torch.no_grad():
             ensemble(method, parameters, start)
         mean = method.beta * mean + (1 - method.beta) * p.mean(0)
@@ -281,9 +282,7 @@ def deyo(net, xs, method):
                     terms.append(weight * entropy)
         taught.append(len(terms))
         if terms:
-            step.zero_grad()
-            (sum(terms) / len(terms)).backward()
-            step.step()
+            descend(step, sum(terms) / len(terms))
     assert any(0 < count < len(xs[0]) for count in taught), "every image was chosen, or none: the choice was not tested"
     return outputs, learned(weights, biases) | {"adam.steps": torch.tensor(sum(count > 0 for count in taught))}
 
@@ -351,9 +350,7 @@ def rotta(net, xs, method):
             age = torch.tensor([age for _, _, age in held], dtype=x.dtype) / method.size
             teacher.train()
             loss = -(teacher(memory).detach().softmax(1) * student(method.augment(memory)).log_softmax(1)).sum(1)
-            adam.zero_grad()
-            (loss * (-age).exp() / (1 + (-age).exp())).mean().backward()
-            adam.step()
+            descend(adam, (loss * (-age).exp() / (1 + (-age).exp())).mean())
             with torch.no_grad():
                 for own, other in zip(teacher_layers, student_layers, strict=True):
                     for name in ("weight", "bias"):
@@ -451,9 +448,7 @@ def petta(net, xs, method):
         else:
             apart = [((p - p0) ** 2).sum() for p, p0 in zip(params, start, strict=True)]
         loss = loss + gamma * f["lambda_0"] * sum(apart) / len(apart)  # Eq. 7
-        adam.zero_grad()
-        loss.backward()
-        adam.step()
+        descend(adam, loss)
         alpha = (1 - gamma) * f["alpha_0"]  # Eq. 7
         with torch.no_grad():
             for own, other in zip(teacher_layers, student_layers, strict=True):
@@ -509,9 +504,7 @@ def delta(net, xs, method):
                 terms.append(dot * math.exp(certainty) * entropy_of(logits[i]))
         trusted += len(terms)
         if terms:
-            step.zero_grad()
-            (sum(terms) / len(terms)).backward()
-            step.step()
+            descend(step, sum(terms) / len(terms))
         z = [lambda_ * old + (1 - lambda_) * float(new) for old, new in zip(z, p.mean(0), strict=True)]
     assert loss == "entropy" or trusted < sum(map(len, xs)), "every prediction was trusted: the choice was not tested"
     named = learned([m.weight for m in layers], [m.bias for m in layers]) | {"mean": torch.tensor(z, dtype=xs[0].dtype)}
@@ -530,7 +523,7 @@ def sotta(net, xs, method):
     adam, outputs, confident = torch.optim.Adam(params, lr=method.lr), [], 0
     bank = reference.ReservoirMemory(method.size, method.classes)
 
-    def descend():
+    def take_gradient():
         adam.zero_grad()
         logits = module(torch.stack([images[i] for items in bank.items for i in items]))
         torch.stack([entropy_of(z) for z in logits]).mean().backward()
@@ -546,13 +539,13 @@ def sotta(net, xs, method):
             confident += 1
         if (position + 1) % method.every == 0 and any(bank.items):
             module.train()
-            descend()
+            take_gradient()
             with torch.no_grad():
                 length = math.sqrt(sum(float((p.grad**2).sum()) for p in params))
                 away = [method.rho * p.grad / length for p in params]
                 for p, step in zip(params, away, strict=True):
                     p.add_(step)
-            descend()
+            take_gradient()
             with torch.no_grad():
                 for p, step in zip(params, away, strict=True):
                     p.sub_(step)
@@ -660,9 +653,7 @@ def cotta(net, xs, method):
             else:
                 target = teacher(x)
         loss = -(target.softmax(1) * student(x).log_softmax(1)).sum(1).mean()
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        descend(optimiser, loss)
         with torch.no_grad():
             for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
                 t.mul_(method.alpha).add_(s, alpha=1 - method.alpha)
@@ -712,9 +703,7 @@ def ttac(net, xs, method):
             if count[k] >= method.n_min:
                 pair = gaussian(mu[k], cov[k]), gaussian(known["class_mean"][k], known["class_cov"][k])
                 loss = loss + apart(*pair) / len(mu)
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
+        descend(optimiser, loss)
         mu, cov = [t.detach() for t in mu], [t.detach() for t in cov]
         total, total_cov = total.detach(), total_cov.detach()
     assert max(count) > method.n_clus, "the memory of a class was never full"

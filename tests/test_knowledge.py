@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import layouts
 import tribe
-from commands import message, succeeded
+from commands import assert_refused, message, succeeded
 from commands import tribe_command as command
 from processes import ended
 from tribe import methods
@@ -270,8 +270,8 @@ def knowledge_digest(folder):
 def test_a_run_names_the_commands_that_make_missing_knowledge(root, monkeypatch):
     monkeypatch.setattr("tribe.knowledge.SHIPPED", root / "nothing")
     result = play(root, "eata,source,ttac")
-    assert result.exit_code == 2
     wanted = [f"tribe source {name} --model compact --dataset mnist --data {root}" for name in ("eata", "ttac")]
+    assert_refused(result)
     assert message(result).endswith(f"Here: {' && '.join(wanted)}")
     assert not Path("runs").exists(), "nothing was begun"
     assert play(root, "eata", "--set", "eata.alpha=0", "--out", "free").exit_code == 0, "without penalty none is needed"
@@ -286,7 +286,7 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
     before = (root / "source" / "ttac_compact_mnist.safetensors").read_bytes()
     frozen = ("--set", "ttac.statistics=frozen", "--set", "ttac.lr=0.5")
     result = play(root, "ttac", "--out", "out", *frozen)
-    assert result.exit_code == 2
+    assert_refused(result)
     advice = f"{usual} --set ttac.statistics=frozen --set ttac.lr=0.5"
     assert message(result).endswith(advice)
     assert command(*advice.split()[1:], "--batch", 10).exit_code == 0
@@ -319,10 +319,9 @@ def test_knowledge_of_other_weights_is_not_used_in_silence(root):
     Path("mine.py").write_text(OWN.replace("manual_seed(0)", "manual_seed(1)"))
     played = ("--dataset", "cifar10-c", "--model", "mine.py:net", "--data", root, "--scenario", "ptta")
     played += ("--set", "dataset.corruptions=('fog',)")
-    result = command("run", *played, "--methods", "eata")
-    assert result.exit_code == 2
-    assert "belongs to another network (model mine.py:net, dataset cifar10)" in message(result)
-    assert f"tribe source eata --model mine.py:net --dataset cifar10 --data {root}" in message(result)
+    advice = f"tribe source eata --model mine.py:net --dataset cifar10 --data {root}"
+    words = "belongs to another network (model mine.py:net, dataset cifar10)"
+    assert_refused(command("run", *played, "--methods", "eata"), words, advice)
     assert command("source", "eata", *arguments).exit_code == 0  # replaces it
     assert command("run", *played, "--methods", "eata").exit_code == 0
 
@@ -373,9 +372,8 @@ def test_images_that_are_not_there_are_asked_for(root):
     for path in root.glob("cifar-*/*.bin"):
         path.unlink()
     Path("mine.py").write_text(OWN)
-    result = command("source", "eata", "--model", "mine.py:net", "--dataset", "cifar10", "--data", root)
-    assert result.exit_code == 2
-    assert "data_batch_1" in message(result)
+    arguments = ("--model", "mine.py:net", "--dataset", "cifar10", "--data", root)
+    assert_refused(command("source", "eata", *arguments), "data_batch_1")
 
 
 @pytest.mark.parametrize(
@@ -400,9 +398,7 @@ def test_images_that_are_not_there_are_asked_for(root):
 )
 def test_wrong_arguments_are_refused(root, arguments, words):
     data = [] if "folder" in arguments else ["--data", str(root)]
-    result = command("source", *arguments, *data)
-    assert result.exit_code == 2
-    assert words in message(result)
+    assert_refused(command("source", *arguments, *data), words)
     assert not (root / "source").is_dir() or not any((root / "source").iterdir())
 
 
@@ -457,19 +453,15 @@ def test_json_is_alone_on_stdout_whatever_custom_code_prints(root):
 def test_a_damaged_file_found_by_a_run_names_the_command(root):
     assert study(root).exit_code == 0
     flipped(root / "source" / "eata_compact_mnist.safetensors")
-    result = play(root, "eata")
-    assert result.exit_code == 2
-    assert "damaged" in message(result)
-    assert f"tribe source eata --model compact --dataset mnist --data {root}" in message(result)
+    advice = f"tribe source eata --model compact --dataset mnist --data {root}"
+    assert_refused(play(root, "eata"), "damaged", advice)
 
 
 def test_unreadable_pictures_are_left_out(root):
     Path("mine.py").write_text(OWN)
     (root / "camera" / "day" / "cat" / "0.png").write_bytes(b"no picture")
     arguments = ("--model", "mine.py:two", "--dataset", "folder", "--data", root / "camera", "--batch", 16, "--json")
-    refused = command("source", "eata", *arguments)
-    assert refused.exit_code == 2
-    assert "0.png" in message(refused)
+    assert_refused(command("source", "eata", *arguments), "0.png")
     skip = ("--set", "dataset.unreadable=skip", "--out", "k.safetensors")
     result = succeeded(command("source", "eata", *arguments, *skip))
     assert "0.png" in message(result)
@@ -482,6 +474,5 @@ def test_a_run_refuses_knowledge_of_another_data_set(root, tmp_path):
     shipped = Knowledge.load(SHIPPED / "eata_compact_mnist.safetensors")
     dataclasses.replace(shipped, spec={**shipped.spec, "dataset": "cifar10"}).save(tmp_path / "other.safetensors")
     result = play(root, "eata", "--set", f"eata.knowledge={tmp_path / 'other.safetensors'}")
-    assert result.exit_code == 2
-    assert "was taken from cifar10, not from mnist" in message(result)
-    assert "tribe source eata --model compact --dataset mnist" in message(result)
+    advice = "tribe source eata --model compact --dataset mnist"
+    assert_refused(result, "was taken from cifar10, not from mnist", advice)

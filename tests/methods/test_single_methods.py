@@ -12,6 +12,7 @@ from torch import nn
 import plain_methods
 import tribe
 from method_runs import DOUBLE, batches, darker, even_network, network, play, varied
+from networks import refused
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods, models
 from tribe.core import memory, rng
@@ -393,10 +394,8 @@ def test_a_stream_whose_images_change_their_shape_goes_on(make):
 def test_images_without_room_are_refused_and_nothing_is_lost(name):
     adapter = tribe.adapt(small_network(), name, room=192)
     adapter(torch.rand(4, 3, 8, 8))
-    before = adapter.digest()
-    with pytest.raises(ValueError, match=r"\(3, 9, 9\) have 243 values each; the memory has room for 192.*room=243"):
+    with refused(adapter, ValueError, r"\(3, 9, 9\) have 243 values each; the memory has room for 192.*room=243"):
         adapter(torch.rand(4, 3, 9, 9))
-    assert adapter.digest() == before
     adapter(torch.rand(4, 3, 8, 8))
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import tribe
-from networks import at_once, batch
+from networks import at_once, batch, refused
 from tribe.core.rules import PerBatch
 from tribe.core.state import digest, leaves, stream
 from tribe.methods import get_fields, with_fields
@@ -100,10 +100,8 @@ def test_snapshot_is_a_copy_and_restore_rolls_back():
 def test_a_snapshot_is_restored_on_the_same_weights_only():
     adapter, twin = played(), played(steps=0)
     other = tribe.adapt(small_network(seed=1))
-    before = other.digest()
-    with pytest.raises(ValueError, match="taken on another network: its weights differ"):
+    with refused(other, ValueError, "taken on another network: its weights differ"):
         other.restore(adapter.snapshot())
-    assert other.digest() == before
     assert twin.restore(adapter.snapshot()).digest() == adapter.digest(), "another object with equal weights will do"
     assert copy.deepcopy(adapter).reset().restore(adapter.snapshot()).digest() == adapter.digest()
 
@@ -179,9 +177,7 @@ def test_a_rule_that_is_made_from_an_ordinary_one_is_not_exported_as_that():
 
 @pytest.mark.parametrize("name", ["cotta", "petal"])
 def test_a_teacher_that_averages_no_views_is_exported(name):
-    adapter = tribe.adapt(small_network(), ready(name, p_th=0.0, lr=0.01, alpha=0.5))
-    for seed in range(4):
-        adapter(batch(seed))
+    adapter = played(ready(name, p_th=0.0, lr=0.01, alpha=0.5), steps=4)
     assert (adapter.export()(batch(9)) - adapter.predict(batch(9))).abs().max() <= 1e-5
 
 

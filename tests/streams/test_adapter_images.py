@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tribe
-from networks import Around, batch, learner, started
+from networks import Around, batch, learner, refused, started
 from tribe.core.state import leaves
 from tribe.core.validation import good_images
 from tribe.testing import CLASSES, images, ready, small_network
@@ -36,10 +36,8 @@ IMAGES = {
 def test_images(case, call):
     x, error, message = IMAGES[case]
     model = started()
-    before = model.digest()
-    with pytest.raises(error, match=message):
+    with refused(model, error, message):
         getattr(model, call)(x)
-    assert model.digest() == before
     assert model(batch()).isfinite().all(), "and it goes on"
 
 
@@ -53,10 +51,8 @@ STREAMS = {
 def test_images_of_several_streams(case):
     x, message = STREAMS[case]
     model = started(streams=2)
-    before = model.digest()
-    with pytest.raises(ValueError, match=message):
+    with refused(model, ValueError, message):
         model(x)
-    assert model.digest() == before
 
 
 def _failing(x):
@@ -74,19 +70,15 @@ AUGMENTATIONS = {
 def test_augmentations(case):
     augment, error, message = AUGMENTATIONS[case]
     model = tribe.adapt(small_network(), augment=augment)
-    before = model.digest()
-    with pytest.raises(error, match=message):
+    with refused(model, error, message):
         model(batch())
-    assert model.digest() == before
 
 
 def test_the_default_augmentation_wants_images():
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model = tribe.adapt(net)
-    before = model.digest()
-    with pytest.raises(ValueError, match="augment="):
+    with refused(model, ValueError, "augment="):
         model(torch.rand(4, 5))
-    assert model.digest() == before
 
 
 def test_outputs_that_are_no_logits():
@@ -197,7 +189,5 @@ def test_padding_that_is_marked_touches_nothing_and_is_not_counted(method):
 )
 def test_a_mask_that_does_not_fit_is_refused(valid):
     adapter = learner(small_network())
-    before = adapter.digest()
-    with pytest.raises(ValueError, match=r"valid is a tensor of booleans, one for each image, of shape \(6,\)"):
+    with refused(adapter, ValueError, r"valid is a tensor of booleans, one for each image, of shape \(6,\)"):
         adapter(batch(), valid)
-    assert adapter.digest() == before

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tribe
-from networks import Counting, batch, learner, started
+from networks import Counting, batch, learner, refused, started
 from tribe.core.backbone import Backbone
 from tribe.core.state import leaves
 from tribe.testing import informed, ready, small_network
@@ -86,11 +86,10 @@ def test_equal_weights_of_a_state_dict_are_not_written():
 
 def test_a_state_dict_of_another_network_is_refused_where_source_knowledge_belongs_to_this_one():
     adapter = tribe.adapt(small_network(), ready("ttac"))
-    before, net = adapter.digest(), adapter.net
+    net = adapter.net
     given = {k: t + 0.1 if k.startswith("net.model") else t for k, t in adapter.state_dict().items()}
-    with pytest.raises(tribe.knowledge.KnowledgeError, match="belongs to another network"):
+    with refused(adapter, tribe.knowledge.KnowledgeError, "belongs to another network"):
         adapter.load_state_dict(given)
-    assert adapter.digest() == before
     assert adapter.net is net
 
 
@@ -98,11 +97,9 @@ def test_an_adapter_whose_network_was_cast_by_another_says_so():
     shared = Backbone(small_network())
     one, two = learner(shared), learner(shared)
     one(batch()), two(batch())
-    before = two.digest()
     one.double()
-    with pytest.raises(RuntimeError, match="moved"):
+    with refused(two, RuntimeError, "moved"):
         two(batch())
-    assert two.digest() == before
     two.double()
     assert torch.equal(one(batch(1)), two(batch(1)))
 
@@ -156,7 +153,5 @@ LIFE = {
 def test_life_cycle(case):
     act, error, message = LIFE[case]
     model = started(streams=2)
-    before = model.digest()
-    with pytest.raises(error, match=message):
+    with refused(model, error, message):
         act(model)
-    assert model.digest() == before

@@ -22,6 +22,12 @@ def groups(sizes, seed, **options):
     return list(group_entries(arrived, dict.fromkeys(sizes, False), 1, padded=True, **options))
 
 
+def runner_of(name, **fields):
+    """A runner of padded groups, its method and its network."""
+    net, method = small_backbone(torch.float64), tribe.methods.create(name, classes=4, **fields)
+    return Runner(method, net, 4, "auto", False, padded=True, copies=True), method, net
+
+
 def close(state, other):
     return all(torch.allclose(a.double(), b.double(), atol=1e-9) for a, b in zip(state, other, strict=True))
 
@@ -41,9 +47,7 @@ def recorded(monkeypatch):
 
 
 def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(recorded):
-    net = small_backbone(torch.float64)
-    method = tribe.methods.create("tribe", classes=4, h0=2.0)
-    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
+    runner, method, net = runner_of("tribe", h0=2.0)
     states = {name: method.init(net, 1, i) for i, name in enumerate("abc")}
     alone = dict(states)
     for seed, sizes in enumerate(ROUNDS):
@@ -60,9 +64,7 @@ def test_states_stay_as_they_are_when_the_recording_of_their_shape_is_replayed(r
 
 
 def test_padded_groups_predict_as_single_streams():
-    net = small_backbone(torch.float64)
-    method = tribe.methods.create("tribe", classes=4)
-    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
+    runner, method, net = runner_of("tribe")
     two, one, three = *groups({"a": 3, "b": 4, "c": 1}, 0), *groups(dict.fromkeys("abc", 3), 1)
     assert [(group.names, tuple(group.x.shape[:2])) for group in (two, one)] == [(("a", "b"), (2, 4)), (("c",), (1, 1))]
     assert three.x.shape[:2] == (4, 4)
@@ -79,9 +81,7 @@ def test_padded_groups_predict_as_single_streams():
 
 
 def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
-    net = small_backbone(torch.float64)
-    method = tribe.methods.create("bn", classes=4)
-    runner = Runner(method, net, 4, "auto", False, padded=True, copies=True)
+    runner, method, net = runner_of("bn")
     (group,) = groups({"a": 1}, 0)
     for size in range(1, RECORDINGS + 3):
         wide = group._replace(x=images(1, 1, 0, torch.float64)[..., :1].repeat(1, 1, 1, 1, 4 + size))
