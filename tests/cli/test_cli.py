@@ -80,9 +80,6 @@ def refused(result, *words):
     return True
 
 
-# -- the command itself ------------------------------------------------------------------------------------------------
-
-
 def test_version():
     assert ended("-m", "tribe", "--version") == (0, f"tribe {tribe.__version__}\n", "")
 
@@ -131,9 +128,6 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, f"[]\n{MISSING}\n{MISSING}\n", MISSING + "\n")
-
-
-# -- list --------------------------------------------------------------------------------------------------------------
 
 
 KINDS = ["datasets", "filters", "methods", "models", "norms", "scenarios"]
@@ -200,9 +194,6 @@ def test_corruptions_are_listed(call):
     people = succeeded(call("list", "corruptions"))
     first = [line.split("│")[1].strip() for line in people.stdout.splitlines() if line.startswith("│")]
     assert "".join(first) == "".join(summaries)
-
-
-# -- doctor ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["net", "make", "Holder.inner"])

@@ -225,9 +225,6 @@ def test_own_method_from_a_file(lead):
     assert spec["code"] == hashlib.sha256(Path("mine.py").read_bytes()).hexdigest()
 
 
-# -- the folder of results --------------------------------------------------------------------------------------------
-
-
 def contents(folder):
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 

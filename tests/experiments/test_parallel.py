@@ -116,9 +116,6 @@ def steps(log):
     return list(taken.values())
 
 
-# -- the same results -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("where", ["pool", pytest.param("ray", marks=pytest.mark.slow)])
 def test_on_workers_as_in_order(where, workbench, tmp_path, request):
     """Two threads, more than a machine has, are part of the experiment, and kept to."""
@@ -159,8 +156,6 @@ def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
         run_all([busy, free], tmp_path, workbench=workbench, done=done)
     assert order == [free, busy]
 
-
-# -- filters ----------------------------------------------------------------------------------------------------------
 
 ALWAYS = {"evidence_on": 0.0, "evidence_drift": 0.0}  # short streams give little evidence
 METHODS = ("bn", ComponentSpec("bn+time", ALWAYS), ComponentSpec("bn+time", {"within": "batch", **ALWAYS}), "bn+cofa")
@@ -247,9 +242,6 @@ def test_groups_stand_together_with_the_method_alone_first(filtered):
     other = dataclasses.replace(bn, batch=8)
     assert in_groups([timed, other, cofa, bn]) == [bn, timed, cofa, other]
     assert cofa.without_filter == timed.without_filter == bn == bn.without_filter
-
-
-# -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("ray", marks=pytest.mark.slow)])

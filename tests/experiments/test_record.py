@@ -69,9 +69,6 @@ def made(**changes):
     return Record(**columns, **{name: value for name, value in rest.items() if name not in GOOD})
 
 
-# -- the reports of a method -------------------------------------------------------------------------------------------
-
-
 def test_the_trace_is_what_the_state_says_after_each_step():
     record, net, method = play(), Backbone(small_network()), ready("tribe")
     state, steps = method.init(net), record.trace.steps()
@@ -140,9 +137,6 @@ def test_images_that_were_skipped_are_counted_in_a_warning(registries):
     norms.register("nan-of-four")(NanOfFour)
     with pytest.warns(UserWarning, match="4 of 60 images were skipped: their predictions, or what was learned"):
         run(Backbone(small_network()), ready("selftrain", rule="nan-of-four"), stream())
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_it_goes_through_a_file(tmp_path):
@@ -244,9 +238,6 @@ def test_damaged_columns_are_refused(tmp_path, changes, words):
     np.savez_compressed(path, **(held | changes))
     with pytest.raises(ValueError, match=words):
         Record.load(path)
-
-
-# -- pandas -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_of_pandas():

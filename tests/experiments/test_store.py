@@ -59,9 +59,6 @@ def check_equal(one, other):
     assert same(one.records(), other.records())
 
 
-# -- layout -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_layout(result):
     assert {path.name for path in result.root.iterdir()} == {PACK, ".lock", result.experiment.id}
     assert {path.name for path in result.folder.iterdir()} == {"record-0.npz", "record-1.npz", ".lock"}
@@ -122,9 +119,6 @@ def test_logits_are_kept_where_they_are_asked_for(workbench, tmp_path):
     run_experiment(experiment, tmp_path, keep_outputs=True)
     (record,) = run_experiment(experiment, tmp_path, keep_outputs=True, progress=never).records()
     assert record.outputs.values.shape == (len(record.label), 10)
-
-
-# -- damage and kills -------------------------------------------------------------------------------------------------
 
 
 def test_it_goes_on_in_the_middle_of_the_stream_and_ends_with_the_same_numbers(result, tmp_path):
@@ -226,9 +220,6 @@ def test_source_knowledge_of_a_network_serves_its_bf16_self(workbench, tmp_path,
         run_experiment(experiment, tmp_path, progress=stop_at(1))
 
 
-# -- packs ------------------------------------------------------------------------------------------------------------
-
-
 def test_kept_results_are_read_as_others_are(result, workbench, tmp_path):
     runs, target = tmp_path / "runs", tmp_path / "kept"
     runs.mkdir()
@@ -280,9 +271,6 @@ def test_a_store_reads_what_another_added(result, workbench, tmp_path):
     assert [r.experiment.id for r in reader.results()] == [result.experiment.id]
     other = run_experiment(small(workbench), tmp_path)
     assert reader.find(other.experiment).metrics == other.metrics
-
-
-# -- one writer -------------------------------------------------------------------------------------------------------
 
 
 def test_the_second_process_gets_busy_or_waits(workbench, tmp_path):

@@ -115,8 +115,6 @@ def method_names(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-# -- fields of components: --set COMPONENT.FIELD=VALUE -----------------------------------------------------------------
-
 Overrides = dict[str, dict[str, Any]]  # component -> field -> value
 
 

@@ -25,8 +25,6 @@ from tribe.experiments.workers import ExperimentProgress
 from tribe.fields import printable
 from tribe.io.files import write_atomically
 
-# -- messages ---------------------------------------------------------------------------------------------------------
-
 
 def fail(message: str) -> NoReturn:
     """Print an error message and exit with status 2."""
@@ -80,8 +78,6 @@ def message_on_interrupt(runs: Path) -> Iterator[None]:
         note(f"stopped; finished work is in {runs}, and the same command resumes from there")
         raise typer.Exit(130) from None
 
-
-# -- results ----------------------------------------------------------------------------------------------------------
 
 WIDE = 240  # columns of a table that does not go to a terminal
 ERRORS = ("instance_error", "category_error")
@@ -137,8 +133,6 @@ def write_json(data: Mapping[str, Any], file: str | None, *more: Path) -> None:
     if file == "-":
         print_json(data)
 
-
-# -- progress ---------------------------------------------------------------------------------------------------------
 
 MOST_BARS = 20  # with more experiments, the bar of a finished one is removed
 

@@ -117,9 +117,6 @@ def _refuse_custom(experiments: Sequence[Experiment], store: ResultStore) -> Non
             )
 
 
-# -- engines ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Engine:
     """Runs experiments in this process; the others send them to workers, which report their progress into a queue."""
@@ -286,9 +283,6 @@ def _start_session(ray: Any, address: str) -> None:
             hint = "expected auto, local, HOST:PORT of a cluster that runs, or ray://HOST:PORT"
             raise ConnectionError(f"no cluster of Ray at {place!r} ({error}); {hint}") from error
     ray.init(address=place, **quiet)
-
-
-# -- the order of work ------------------------------------------------------------------------------------------------
 
 
 def _run_until_done(

@@ -136,9 +136,6 @@ def plain_label(text: str) -> str:
     return printable(text).replace("$", r"\$")
 
 
-# -- parts of charts, here and elsewhere -------------------------------------------------------------------------------
-
-
 def new_figure(size: tuple[float, float], layout: str | None = "constrained", needs: str = NEEDS) -> "Figure":
     """Return an empty figure; ``needs`` is the error message without matplotlib."""
     try:

@@ -30,9 +30,6 @@ INSTALLED = {Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "pl
 LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages, in any place
 
 
-# -- code -------------------------------------------------------------------------------------------------------------
-
-
 def code_of(*parts: Any, strict: bool = True) -> str | None:
     """Return a hash of the files of custom classes or functions; None if all are part of tribe.
 
@@ -122,9 +119,6 @@ class _CustomFinder(ModuleFinder):
             raise ImportError(name) from None
 
 
-# -- files as modules -------------------------------------------------------------------------------------------------
-
-
 class _UncachedLoader(SourceFileLoader):
     """Compiles the file every time: a cache of bytecode misses an edit of the same size within the same second."""
 
@@ -143,9 +137,6 @@ def from_file(path: Path, name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
-
-
-# -- machine and commit -----------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -81,9 +81,6 @@ class ResultDiff(NamedTuple):
     verdict: Paired | Duel | None  # whether the first is better, over seeds or on one stream; None without labels
 
 
-# -- read -------------------------------------------------------------------------------------------------------------
-
-
 def load_side(text: str | PathLike[str], runs: str | PathLike[str] = "runs") -> Side:
     """Return a result by its id, or the first digits of it, in ``runs``; by its folder; or a record by its file."""
     path = Path(text)
@@ -126,9 +123,6 @@ def _side_of_result(result: Result) -> Side:
     records = dict(zip(result.streams, result.records(), strict=True)) if has_some else {}
     code = {role: digest for role, digest in result.environment.get("code", {}).items() if role in COMPONENTS}
     return Side(str(result.folder), result.experiment.json(), result.metrics, records, code)
-
-
-# -- compare ----------------------------------------------------------------------------------------------------------
 
 
 def diff_results(a: Side, b: Side) -> ResultDiff:

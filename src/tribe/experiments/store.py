@@ -142,9 +142,6 @@ def record_path(folder: Path, seed: int) -> Path:
     return folder / f"record-{seed}.npz"
 
 
-# -- staleness --------------------------------------------------------------------------------------------------------
-
-
 def changed(experiment: Experiment, code: Mapping[str, Any]) -> list[str]:
     """Return the components whose file has another digest today than in the "code" of an environment."""
     today = component_digests(experiment) if code else {}
@@ -161,9 +158,6 @@ def component_digests(experiment: Experiment) -> dict[str, str]:
                 digest = file_digest(CLASS_OF[role](component.name))
                 digests |= {} if digest is None else {role: digest}
     return digests
-
-
-# -- read and write ---------------------------------------------------------------------------------------------------
 
 
 class ResultStore:

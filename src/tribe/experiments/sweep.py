@@ -18,9 +18,6 @@ from tribe.experiments.store import Result
 MOST_POINTS = 10_000
 
 
-# -- points -----------------------------------------------------------------------------------------------------------
-
-
 class SweepAxis(NamedTuple):
     """Fields that vary together, and the values that they take: one field in a grid, several in a list."""
 
@@ -81,9 +78,6 @@ def _different(values: Sequence[Any]) -> list[Any]:
     return list({(repr(value)): value for value in values}.values())
 
 
-# -- scores without labels --------------------------------------------------------------------------------------------
-
-
 class SweepScore(NamedTuple):
     """A score that needs no labels: the mean of a column of the records."""
 
@@ -121,9 +115,6 @@ def predicted_classes(record: Record) -> float:
 def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float]) -> float:
     """Return the mean of a number over records; NaN if there are none, or one does not have it."""
     return fmean(map(of, records)) if records else math.nan
-
-
-# -- the outcome ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

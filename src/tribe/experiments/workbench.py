@@ -185,9 +185,6 @@ class Workbench:
         )
 
 
-# -- one component ----------------------------------------------------------------------------------------------------
-
-
 def build_dataset(name: str, data: Path | None, fields: Mapping[str, Any]) -> Dataset:
     """Return a data set by name; ``data`` is the root of all of them, or the folder of this one."""
     known = getattr(datasets.get(name), "__dataclass_fields__", {})
@@ -255,9 +252,6 @@ def in_precision(net: Backbone, method: AnyMethod, precision: str) -> tuple[Back
 def trained_on(data: Dataset | type[Dataset]) -> str:
     """Return the name of the clean data set behind a corrupted one: the data that a source network was trained on."""
     return str(optional(data, "clean_name") or optional(data, "name") or type(data).__name__)
-
-
-# -- values of fields -------------------------------------------------------------------------------------------------
 
 
 def _converted(components: Sequence[Any], fields: Mapping[str, Any]) -> dict[str, Any]:

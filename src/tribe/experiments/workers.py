@@ -69,9 +69,6 @@ def error_message(error: BaseException) -> str:
     return message if isinstance(error, CLEAR_ERRORS) and message else f"{type(error).__name__}: {message}"
 
 
-# -- what is sent to a worker -----------------------------------------------------------------------------------------
-
-
 class CustomCode(NamedTuple):
     """A custom method, or the custom norm rule of a method, with the content of its file."""
 
@@ -151,9 +148,6 @@ def make_job(
         versions=VERSIONS,
         node=node,
     )
-
-
-# -- in a worker ------------------------------------------------------------------------------------------------------
 
 
 def run_job(job: ExperimentJob, reports: Any) -> Reply:

@@ -68,9 +68,6 @@ def spied(monkeypatch):
     return seen
 
 
-# -- what is measured --------------------------------------------------------------------------------------------------
-
-
 def test_every_contender_has_its_numbers(result):
     assert [row.name for row in result.rows] == ["plain", "channels-last", "source", "rotta", "tribe"]
     plain = result.rows[0]
@@ -187,9 +184,6 @@ def test_an_impossible_setting_is_refused(fields, words):
         setting(**fields)
 
 
-# -- files and what changed --------------------------------------------------------------------------------------------
-
-
 def test_a_result_reads_back(result, tmp_path):
     results.write(tmp_path / "a.json", results.to_data(result))
     assert results.read(tmp_path / "a.json") == result
@@ -242,9 +236,6 @@ def test_damaged_results_are_refused(result, tmp_path, spoil, words):
     (tmp_path / "bad.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=words):
         results.read(tmp_path / "bad.json")
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_and_writes_json(own, tmp_path):

@@ -127,9 +127,6 @@ def page_of(folder, out=None):
     return Page(out.read_text(encoding="utf-8"))
 
 
-# -- the numbers ------------------------------------------------------------------------------------------------------
-
-
 def test_the_overview_holds_the_means_and_spreads_of_the_records_and_the_lowest_is_bold(tmp_path):
     runs = {f"{m}{s}": record(m, s, error=e) for m, e in (("source", 0.5), ("tribe", 0.1), ("bn", 0.3)) for s in (0, 1)}
     page = page_of(keep(tmp_path / "runs", **runs))
@@ -205,9 +202,6 @@ def test_a_method_that_broke_down_is_shown(tmp_path):
     assert page.count("svg") > 4
 
 
-# -- what belongs together --------------------------------------------------------------------------------------------
-
-
 def test_results_of_different_specs_are_never_in_one_group_and_the_title_says_what_differs(tmp_path):
     whole = {"name": "gli-f", "fields": {"imbalance": 100}}  # the others have 100.0, which is the same
     folder = keep(tmp_path / "runs", a=record(scenario=whole), b=record("bn"), c=record("bn", batch=32))
@@ -270,8 +264,6 @@ def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewher
     assert all([page.elements[i + k][0] for k in (1, 2)] == ["title", "desc"] for i in charts)
 
 
-# -- where the numbers come from --------------------------------------------------------------------------------------
-
 SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=400")
 
 
@@ -330,9 +322,6 @@ def test_specs_of_any_form_are_shown(tmp_path, odd):
     assert len(found.groups) > 3
 
 
-# -- one file that is safe to open ------------------------------------------------------------------------------------
-
-
 def test_nothing_is_loaded_from_anywhere(tmp_path):
     report.write(keep(tmp_path / "runs", a=record(), b=record("bn")), tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -373,9 +362,6 @@ def test_the_same_records_make_the_same_bytes(tmp_path):
         shutil.copy(file, other)
     report.write(other, tmp_path / "two.html")
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 def test_damaged_records_are_named_and_the_others_are_shown(tmp_path):

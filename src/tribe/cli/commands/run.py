@@ -118,9 +118,6 @@ def _play(
     return results, stopped
 
 
-# -- output -----------------------------------------------------------------------------------------------------------
-
-
 def _show(
     title: str,
     results: Mapping[str, Result],

@@ -130,9 +130,6 @@ def sweep(
         output.fail(f"{len(failed)} of {len(rows)} points could not be played to the end: {reasons}")
 
 
-# -- points -----------------------------------------------------------------------------------------------------------
-
-
 def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
     """Return the experiment of every point; a field or value that does not exist is refused before any is played."""
     owners = (*COMPONENTS, method)
@@ -181,9 +178,6 @@ def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None
     cells = ([*map(str, row["fields"].values()), row["id"], "done" if row["done"] else ""] for row in rows)
     console.print(output.make_table([*plan.places, "id", ""], [], cells))
     console.print(f"{len(rows)} points, {sum(row['done'] for row in rows)} done", highlight=False)
-
-
-# -- output -----------------------------------------------------------------------------------------------------------
 
 
 class BestPoints(NamedTuple):

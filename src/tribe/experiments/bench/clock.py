@@ -20,9 +20,6 @@ MOST = 100  # calls in a block
 CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
-# -- time --------------------------------------------------------------------------------------------------------------
-
-
 def warm_up(call: Call, device: torch.device, times: int = WARM_UP) -> None:
     """Call a few times, so that one-time costs are not timed."""
     for _ in range(times):
@@ -93,9 +90,6 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
         return times[0], 0.0
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     return middle, (high - low) / middle
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 class Peak:

@@ -86,9 +86,6 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"unknown method {name!r}: {nearest(name, [*methods.names(), *_builders])}")
 
 
-# -- plain inference ---------------------------------------------------------------------------------------------------
-
-
 @contender(PLAIN)
 def _plain(workload: Workload) -> Contender:
     """The user's network: eager, NCHW."""
@@ -122,9 +119,6 @@ def _in_channels_last(workload: Workload) -> tuple[nn.Module, Tensor]:
     return net, images.contiguous(memory_format=layout)
 
 
-# -- methods -----------------------------------------------------------------------------------------------------------
-
-
 def _method(name: str, workload: Workload) -> Contender:
     streams, batch, *shape = workload.images.shape
     # A memory of images has room for the values of an image.
@@ -147,9 +141,6 @@ def with_knowledge(method: AnyMethod, net: Backbone, shape: tuple[int, ...]) -> 
     batches = noise((STUDIED, 8, *shape), net.device).to(net.dtype)
     knowledge = method.study(net, [(x, torch.zeros(len(x), dtype=torch.int64, device=net.device)) for x in batches])
     return with_fields(method, knowledge=knowledge)
-
-
-# -- operations --------------------------------------------------------------------------------------------------------
 
 
 class _Operations(TorchDispatchMode):
@@ -179,9 +170,6 @@ def count_operations(contender: Contender) -> float:
         for _ in range(contender.period):
             contender.call()
     return float(counter.total) / contender.period
-
-
-# -- networks ----------------------------------------------------------------------------------------------------------
 
 
 def build(name: str, classes: int = 10, device: str | torch.device = "cpu") -> nn.Module:

@@ -92,9 +92,6 @@ def compare(old: BenchResult, new: BenchResult) -> dict[str, float | None]:
     return {name: now[name] / then[name] if name in now and name in then else None for name in {**now, **then}}
 
 
-# -- tables in plain text ----------------------------------------------------------------------------------------------
-
-
 def show(result: BenchResult) -> str:
     """A result as a table, with the setting above it and notes below it."""
     kinds = list(result.rows[0].times) if result.rows else []

@@ -170,9 +170,6 @@ def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: 
     return _svg(figure, group, title, names)
 
 
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def _mean(values: Iterable[Tensor]) -> list[float]:
     """Return the mean over seeds, without NaN."""
     mean: list[float] = torch.stack(list(values)).nanmean(0).tolist()
@@ -231,9 +228,6 @@ def _sampled(places: Tensor, columns: Mapping[str, Sequence[float]]) -> tuple[Se
     some = slice(None, None, max(1, len(places) // 10))
     names = [f"{place:,}" for place in (places + 1).tolist()[some]]
     return ("image", *columns), _lines(names, {label: values[some] for label, values in columns.items()})
-
-
-# -- drawing ----------------------------------------------------------------------------------------------------------
 
 
 def _axes(across: str, up: str, *, fitted: bool = False) -> tuple[Any, Any]:

@@ -210,9 +210,6 @@ def _without_record(result: Result, root: Path, damaged: list[tuple[str, str]]) 
         yield PlayedStream(path, spec, stream.environment, scores, domains, classes, None)
 
 
-# -- one file ---------------------------------------------------------------------------------------------------------
-
-
 def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]]) -> list[PlayedStream]:
     """Return the record in a file; none if it is an npz file of another kind, such as a schedule."""
     if not zipfile.is_zipfile(file):
@@ -230,9 +227,6 @@ def _read(file: Path, path: str, environments: Mapping[Path, Mapping[str, Any]])
         "confidence": record.confidence.double().mean().item(),
     }
     return [PlayedStream(path, record.spec, environments.get(file, {}), scores, record.domains, record.classes, record)]
-
-
-# -- many -------------------------------------------------------------------------------------------------------------
 
 
 def _without_repeats(found: list[PlayedStream]) -> tuple[list[PlayedStream], list[tuple[str, str]]]:
@@ -378,9 +372,6 @@ def _natural(text: str) -> list[tuple[bool, float, str]]:
 
 def _source_first(label: str) -> tuple[bool, str]:
     return label != "source", label
-
-
-# -- how a method departs from the published one -----------------------------------------------------------------------
 
 
 def is_known(method: str | None) -> bool:

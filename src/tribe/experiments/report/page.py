@@ -132,9 +132,6 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     return text
 
 
-# -- the section of a group -------------------------------------------------------------------------------------------
-
-
 def _group(group: ResultGroup, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
     """Return what the template shows of a group."""
     columns = {column: [row.score(column) for row in group.rows] for column in LONG}
@@ -267,9 +264,6 @@ def _record_cells(played: PlayedStream) -> list[str]:
 def _machine(played: PlayedStream) -> Mapping[str, Any]:
     machine: Mapping[str, Any] = played.environment.get("machine", {})
     return machine
-
-
-# -- style and script -------------------------------------------------------------------------------------------------
 
 
 def _asset(name: str) -> str:
