@@ -1,6 +1,7 @@
 """Copy results without their records into a folder whose files are sorted and fit into git."""
 
 from collections import defaultdict
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def keep(root: str | PathLike[str], target: str | PathLike[str]) -> None:
             there[name] = result
         else:
             streams = dict(sorted({**result.streams, **old.streams}.items()))
-            there[name] = Result(old.experiment.with_seeds(tuple(streams)), target, streams)
+            there[name] = Result(replace(old.experiment, seeds=tuple(streams)), target, streams)
     packs: dict[str, list[bytes]] = defaultdict(list)
     for _, result in sorted(there.items()):
         for seed, stream in sorted(result.streams.items()):

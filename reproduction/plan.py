@@ -98,9 +98,10 @@ class Choices:
 def select(result: Result, seeds: Sequence[int] | None) -> Result | None:
     """Return the result of some seeds, None: of all; None if it has none of them."""
     chosen = [seed for seed in seeds or result.streams if seed in result.streams]
-    streams = {seed: result.streams[seed] for seed in chosen}
-    experiment = result.experiment.with_seeds(chosen) if chosen else result.experiment
-    return dataclasses.replace(result, experiment=experiment, streams=streams) if chosen else None
+    if not chosen:
+        return None
+    experiment = dataclasses.replace(result.experiment, seeds=tuple(chosen))
+    return dataclasses.replace(result, experiment=experiment, streams={seed: result.streams[seed] for seed in chosen})
 
 
 def settings_of(experiment: Experiment) -> str:
@@ -237,7 +238,9 @@ def _plan_cell(cell: Cell, choices: Choices, workbench: Workbench, find: Callabl
 
 def stream_of(cell: Cell, choices: Choices, workbench: Workbench) -> Stream:
     """Return the stream of a cell that needs nothing else: no method is run."""
-    return workbench.stream(choices.dataset_of(cell), choices.scenario_of(cell), (choices.seeds or (0,))[:1])
+    scenario = choices.scenario_of(cell)
+    protocol = build_scenario(scenario.name, scenario.fields)
+    return Stream(workbench.dataset(choices.dataset_of(cell)), protocol, (choices.seeds or (0,))[:1])
 
 
 # -- which result belongs to a cell -----------------------------------------------------------------------------------

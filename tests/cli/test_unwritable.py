@@ -17,10 +17,10 @@ pytestmark = [
 SOURCE = ("source", "eata", "--model", "compact", "--dataset", "mnist")
 REPRODUCE = ("reproduce", "norms", "--set", "dataset=live-mnist-c", "--set", "model=compact", "--rows", "source")
 CASES = {  # the work, which must not begin, and a command
-    "run --out": ((run, "_plan"), ("run", "--out", "/proc/runs")),
-    "run --json": ((run, "_plan"), ("run", "--json", "/proc/x.json")),
-    "sweep --out": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
-    "sweep --json": ((sweep, "_plan"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
+    "run --out": ((run, "plan_experiments"), ("run", "--out", "/proc/runs")),
+    "run --json": ((run, "plan_experiments"), ("run", "--json", "/proc/x.json")),
+    "sweep --out": ((sweep, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
+    "sweep --json": ((sweep, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
     "train --out": ((train, "_open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
     "reproduce --runs": ((reproduce, "run_all"), (*REPRODUCE, "--runs", "/proc/runs")),
     "reproduce --out": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_a_checkpoint_that_cannot_be_used_is_set_aside_and_changes_no_number(res
     path = tmp_path / result.experiment.id / "checkpoint.safetensors"
     bad = bytearray(path.read_bytes())
     bad[-5] ^= 0x40
-    experiment = result.experiment.with_seeds((1, 0)) if harm == "of another run" else result.experiment
+    experiment = replace(result.experiment, seeds=(1, 0)) if harm == "of another run" else result.experiment
     if harm != "of another run":
         path.write_bytes(bad if harm == "a flipped bit" else b"torn")
     content = path.read_bytes()

@@ -11,56 +11,62 @@ from tribe.cli.custom import DATASET, SCENARIO, component_name, custom_network, 
 from tribe.cli.options import parse_overrides, parse_seeds
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.spec import ComponentSpec, same_for_all_seeds
-from tribe.experiments.workbench import Workbench
+from tribe.experiments.workbench import MissingKnowledge, Workbench
 
 COMPONENTS = ("dataset", "scenario", "model")  # whose fields can be set, besides those of methods
 OWN = {"batch": 64, "precision": "tf32", "device": "auto", "threads": None}  # fields of the experiment itself
 
 
-class Planner:
-    """Builds the experiments of a command on one workbench; the arguments are its options."""
+def plan_experiments(
+    points: Sequence[tuple[str, Mapping[str, Any]]],
+    dataset: str,
+    model: str,
+    weights: Path | None,
+    scenario: str,
+    seeds: str | None,
+    settings: Sequence[str] | None,
+    data: Path | None,
+) -> tuple[list[Experiment], Workbench]:
+    """Return the experiment of each point, and the workbench that has built them; other arguments are options.
 
-    def __init__(
-        self,
-        dataset: str,
-        model: str,
-        weights: Path | None,
-        scenario: str,
-        methods: Sequence[str],
-        seeds: str | None,
-        settings: Sequence[str] | None,
-        data: Path | None,
-    ) -> None:
-        self.fields = parse_overrides(settings, (*COMPONENTS, *methods), OWN)
-        own = {**OWN, **self.fields.pop("")}
-        self._dataset, self._scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
-        self._model, self.seeds = model, (0,) if seeds is None else parse_seeds(seeds)
-        self._batch, self._precision = own["batch"], str(own["precision"])
-        self.workbench = make_workbench(model, weights, data, str(own["device"]), own["threads"])
-
-    def experiment(self, method: str, point: Mapping[str, Any] | None = None) -> Experiment:
-        """Return the experiment of a method, with the fields of a point of a sweep by their place."""
-        fields = {name: dict(values) for name, values in self.fields.items()}
-        own = {"batch": self._batch, "precision": self._precision}
-        for place, value in (point or {}).items():
-            owner, dot, field = place.partition(".")
-            (fields[owner] if dot else own)[field or owner] = value
-        scenario = ComponentSpec(self._scenario, fields["scenario"])
-        if len(self.seeds) > 1 and (why := same_for_all_seeds(scenario.json())):
-            again = f"{len(self.seeds)} seeds play the same images in the same order, and do not reduce uncertainty"
-            warnings.warn(f"scenario {scenario.name}: {why}. The {again}: --seeds 1 is enough", stacklevel=2)
+    A point is a method, and fields by their place, which a sweep varies. Methods that lack their source knowledge make
+    one error.
+    """
+    given = parse_overrides(settings, (*COMPONENTS, *(method for method, _ in points)), OWN)
+    own = {**OWN, **given.pop("")}
+    dataset, scenario = component_name(DATASET, dataset), component_name(SCENARIO, scenario)
+    streams = (0,) if seeds is None else parse_seeds(seeds)
+    workbench = make_workbench(model, weights, data, str(own["device"]), own["threads"])
+    experiments: list[Experiment] = []
+    missing: list[MissingKnowledge] = []
+    for method, point in points:
+        fields = {name: dict(values) for name, values in given.items()}
+        fields[""] = {"batch": own["batch"], "precision": str(own["precision"])}
+        for place, value in point.items():
+            component, _, field = place.partition(".") if "." in place else ("", "", place)
+            if field in given.get(component, {}):
+                raise ValueError(f"{place} is set and swept: leave out --set {place}")
+            fields[component][field] = value
         rule = fields[method].get("rule")
         if isinstance(rule, str) and ":" in rule:  # a norm rule from a file is registered, and has a name
             fields[method]["rule"] = norm_text(rule)
-        return Experiment.of(
-            ComponentSpec(self._dataset, fields["dataset"]),
-            ComponentSpec(self._model, fields["model"]),
-            scenario,
+        protocol = ComponentSpec(scenario, fields["scenario"])
+        if len(streams) > 1 and (why := same_for_all_seeds(protocol.json())):
+            again = f"{len(streams)} seeds play the same images in the same order, and do not reduce uncertainty"
+            warnings.warn(f"scenario {scenario}: {why}. The {again}: --seeds 1 is enough", stacklevel=2)
+        parts = (
+            ComponentSpec(dataset, fields["dataset"]),
+            ComponentSpec(model, fields["model"]),
+            protocol,
             ComponentSpec(method, fields[method]),
-            seeds=self.seeds,
-            workbench=self.workbench,
-            **own,
         )
+        try:
+            experiments.append(Experiment.of(*parts, seeds=streams, workbench=workbench, **fields[""]))
+        except MissingKnowledge as error:
+            missing.append(error)
+    if missing:
+        raise MissingKnowledge.of_all(missing)
+    return experiments, workbench
 
 
 def make_workbench(

@@ -72,7 +72,7 @@ class ExperimentRunner:
                 else:
                     streams = self._stored(experiment)  # another process may have computed it meanwhile
                 if missing := [seed for seed in experiment.seeds if seed not in streams]:
-                    played = self._compute(experiment.with_seeds(missing), progress)
+                    played = self._compute(dataclasses.replace(experiment, seeds=tuple(missing)), progress)
                     self.store.add(played)
                     (folder / CHECKPOINT).unlink(missing_ok=True)  # not before the result is on the disk
                     streams, memory = streams | dict(played.streams), played.memory
@@ -110,8 +110,8 @@ class ExperimentRunner:
             net, method = in_precision(parts.net, parts.method, experiment.precision)
             parts = parts._replace(net=net, method=method, stream=stream)
             alone, keep = experiment.without_filter, self.settings.keep_outputs
-            fits = stream.images * (net.classes or len(stream.dataset.classes)) <= MOST_NUMBERS
-            is_shared = self._sharing[alone.id] > 1 and fits and not keep
+            classes = net.classes or len(stream.dataset.classes)
+            is_shared = not keep and self._sharing[alone.id] > 1 and stream.images * classes <= MOST_NUMBERS
             rule = Pipeline.of(method).filter
             if is_shared and rule is not None:
                 records = self._play_alone(alone, parts._replace(method=Pipeline.of(method).unfiltered), progress)
@@ -192,4 +192,4 @@ def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:
     groups: dict[Experiment, list[Experiment]] = {}
     for experiment in experiments:
         groups.setdefault(experiment.without_filter, []).append(experiment)
-    return [e for alone, group in groups.items() for e in sorted(group, key=lambda e: e != alone)]
+    return [e for group in groups.values() for e in sorted(group, key=lambda e: e is not e.without_filter)]

@@ -119,10 +119,6 @@ class Experiment:
         """16 hexadecimal digits of the hash of its canonical JSON."""
         return hashlib.sha256(canonical(self.json()).encode()).hexdigest()[:16]
 
-    def with_seeds(self, seeds: Sequence[int]) -> "Experiment":
-        """Return the same experiment with other seeds."""
-        return self if tuple(seeds) == self.seeds else dataclasses.replace(self, seeds=tuple(seeds))
-
     @cached_property
     def without_filter(self) -> "Experiment":
         """The experiment of the method alone; the same one if its method has no time filter."""

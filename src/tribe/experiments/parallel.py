@@ -31,8 +31,8 @@ from tribe.experiments.workers import (
     ExperimentJob,
     ExperimentProgress,
     Reply,
-    attempt,
     error_message,
+    failed,
     make_job,
     ray_node,
     run_job,
@@ -131,7 +131,10 @@ class Engine:
         """Begin an attempt; ``wait``: for another process that computes the same."""
         follow = None if self.progress is None else functools.partial(self.progress, experiment)
         future: Future[Reply] = Future()
-        future.set_result(attempt(self.runner, experiment, wait, follow))
+        try:
+            future.set_result(Reply(self.runner.run(experiment, follow, wait)))
+        except Exception as error:  # a custom method may raise anything; the others go on
+            future.set_result(failed(error, experiment))
         return future
 
     def job(self, experiment: Experiment, wait: bool, node: str | None = None) -> ExperimentJob:
@@ -215,15 +218,14 @@ class RayEngine(Engine):
 
     def submit(self, experiment: Experiment, wait: bool) -> "Future[Reply]":
         """Send the experiment to the cluster."""
+        future: Future[Reply] = Future()
         try:
             job = self.job(experiment, wait, ray_node())
             task = self._task.options(**self._needs(experiment)).remote(job, self.queue)
+            self._tasks.append(task)
+            future = task.future()
         except CLEAR_ERRORS as error:
-            failed: Future[Reply] = Future()
-            failed.set_result(Reply(failed=error_message(error)))
-            return failed
-        self._tasks.append(task)
-        future: Future[Reply] = task.future()
+            future.set_result(failed(error, experiment))
         return future
 
     def receive(self, reply: Reply) -> Reply:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.stream import Stream
 from tribe.experiments.table import Columns, RecordTable, RunCheckpoint
 from tribe.health.alarms import KINDS
+from tribe.io.files import check_file
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits
 from tribe.methods.encoding import encode_fields
 
@@ -76,7 +78,8 @@ def run(
     columns: Sequence[Columns] = [empty] * len(stream.seeds)
     file, state, start = None, clone(source), 0
     if checkpoint is not None:
-        file = RunCheckpoint(checkpoint, _identity(net, method, stream, seeds, given))
+        check_file(checkpoint)  # before the work, not after it
+        file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, outputs)
     table = RecordTable(stream, columns, start, outputs)
     steps, retired = Steps(method, net, graphs, deterministic), None

@@ -21,7 +21,7 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,7 +189,7 @@ class ResultStore:
         results = []
         for name in sorted(self._experiments):
             streams = dict(sorted(self._streams[name].items()))
-            results.append(Result(self._experiments[name].with_seeds(tuple(streams)), self.root, streams))
+            results.append(Result(replace(self._experiments[name], seeds=tuple(streams)), self.root, streams))
         return results
 
     def add(self, result: Result) -> None:

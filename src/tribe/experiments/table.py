@@ -5,7 +5,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,6 @@ from tribe.experiments.record import Kind, Outputs, Record, Trace, Watched
 from tribe.experiments.stream import Batch, Stream
 from tribe.health.alarms import KINDS
 from tribe.io import tensors as tensor_file
-from tribe.io.files import check_file
 from tribe.io.json_files import Where
 from tribe.io.states import StateFileError
 
@@ -144,29 +142,29 @@ def _images(stream: Stream, s: int, step: int) -> int:
     return cuts[min(step, len(cuts)) - 1].stop if cuts and step else 0
 
 
+@dataclass
 class RunCheckpoint:
-    """The file that a run resumes from; ``identity`` is a hash of all that the run depends on."""
+    """The file that a run resumes from."""
 
-    def __init__(self, path: str | PathLike[str], identity: str) -> None:
-        check_file(path)  # before the work, not after it
-        self.path, self._identity = Path(path), identity
-        self.saved = 0  # batches in the file
-        self._due = 0.0  # no checkpoint before this time
+    path: Path
+    identity: str  # a hash of all that the run depends on
+    saved: int = 0  # batches in the file
+    due: float = 0.0  # no checkpoint before this time
 
     def save_if_due(self, table: RecordTable, state: Any, step: int) -> None:
         """Save, unless the last save took long and was not long ago."""
         begun = time.perf_counter()
-        if begun >= self._due:
+        if begun >= self.due:
             self.save(table, state, step)
             took = time.perf_counter() - begun
-            self._due = time.perf_counter() + 10 * took if took > SLOW else 0.0
+            self.due = time.perf_counter() + 10 * took if took > SLOW else 0.0
 
     def save(self, table: RecordTable, state: Any, step: int) -> None:
         """Write the state and the table after a step, atomically."""
         tensors = {f"state.{name}": t for name, t in leaves(state).items()}
         for s, columns in enumerate(table.after(step)):
             tensors |= {f"record.{s}.{name}": values for name, values in columns.items()}
-        tensor_file.write(self.path, CHECKPOINT, {"step": step, "run": self._identity}, tensors)
+        tensor_file.write(self.path, CHECKPOINT, {"step": step, "run": self.identity}, tensors)
         self.saved = step
 
     def save_or_warn(self, table: RecordTable, state: Any, step: int) -> None:
@@ -184,7 +182,7 @@ class RunCheckpoint:
             return clone(source), start, 0
         header, tensors = tensor_file.read(self.path, CHECKPOINT)
         step, batches = header["step"], len(stream)
-        if header["run"] != self._identity:
+        if header["run"] != self.identity:
             raise StateFileError(f"{self.path} is the checkpoint of another run. {CHECKPOINT.advice}")
         if step > batches:
             raise StateFileError(f"{self.path} is damaged: {step} of {batches} batches are done. {CHECKPOINT.advice}")

@@ -96,8 +96,11 @@ class Workbench:
     ) -> Parts:
         """Build the components of an experiment, or say why it cannot be done."""
         try:
-            stream = self.stream(dataset, scenario, seeds, batch)  # refuses missing data before the weights are read
-            data, place = stream.dataset, [dataset.name, dataset.fields]
+            data, place = self.dataset(dataset), [dataset.name, dataset.fields]
+            stream = self._once(  # experiments with the same data, scenario and seeds share it
+                [*place, scenario.name, scenario.fields, list(seeds), batch],
+                lambda: Stream(data, build_scenario(scenario.name, scenario.fields), seeds, batch),
+            )
             trained = [model.name, model.fields, trained_on(data), optional(data, "outputs")]
             net = self._once(trained, lambda: self.network(model.name, data, model.fields))
             weights = self._once(["weights", *trained], net.fingerprint)
@@ -113,14 +116,6 @@ class Workbench:
     def dataset(self, spec: ComponentSpec) -> Dataset:
         """Return a data set, opened once."""
         return self._once([spec.name, spec.fields], lambda: build_dataset(spec.name, self.data, spec.fields))
-
-    def stream(
-        self, dataset: ComponentSpec, scenario: ComponentSpec, seeds: Sequence[int] = (0,), batch: int = 64
-    ) -> Stream:
-        """Return streams of a data set, made once: experiments with the same data, scenario and seeds share them."""
-        data, protocol = self.dataset(dataset), build_scenario(scenario.name, scenario.fields)
-        key = [dataset.name, dataset.fields, scenario.name, scenario.fields, list(seeds), batch]
-        return self._once(key, lambda: Stream(data, protocol, seeds, batch))
 
     def network(self, name: str, data: Dataset, fields: Mapping[str, Any]) -> Backbone:
         """Return a network on the device, with its weights and the outputs that are the classes of the data set.

@@ -48,19 +48,18 @@ class Reply(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def attempt(runner: ExperimentRunner, experiment: Experiment, wait: bool, progress: Progress | None) -> Reply:
-    """Run an experiment; an error is returned as a message."""
-    try:
-        return Reply(runner.run(experiment, progress, wait))
-    except Busy:
+def failed(error: Exception, experiment: Experiment) -> Reply:
+    """Return the end of an attempt that raised an error; the message names the line of custom code."""
+    if isinstance(error, Busy):
         return Reply(busy=True)
-    except Exception as error:  # a custom method may raise anything; the others go on
-        frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)
+    files = set[str]()
+    with contextlib.suppress(ValueError, OSError):  # the custom code itself may be what is missing here
         files = {str(custom.file) for custom in custom_code(experiment)}
-        inside = [frame for frame in frames if str(Path(frame.filename).resolve()) in files]
-        last = inside[-1:] or ([] if isinstance(error, CLEAR_ERRORS) else frames[-1:])
-        place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in last)
-        return Reply(failed=error_message(error) + place)
+    inside = [frame for frame in frames if str(Path(frame.filename).resolve()) in files]
+    last = inside[-1:] or ([] if isinstance(error, CLEAR_ERRORS) else frames[-1:])
+    place = "".join(f" ({frame.filename}, line {frame.lineno})" for frame in last)
+    return Reply(failed=error_message(error) + place)
 
 
 def error_message(error: BaseException) -> str:
@@ -157,7 +156,7 @@ def run_job(job: ExperimentJob, reports: Any) -> Reply:
         try:
             reply = _run_job(job, reports)
         except Exception as error:
-            reply = Reply(failed=error_message(error))
+            reply = failed(error, job.experiment)
     if reply.failed:
         reply = reply._replace(failed=f"on {platform.node()}: {reply.failed}")
     messages = (str(warning.message) for warning in caught if issubclass(warning.category, UserWarning))
@@ -174,10 +173,9 @@ def _run_job(job: ExperimentJob, reports: Any) -> Reply:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too
     workbench = _workbench(job.data, experiment.device, job.weights)
     runner = ExperimentRunner(job.settings, workbench)
-    reply = attempt(runner, experiment, job.wait, _reporter(reports, experiment.id))
-    if reply.result is None or (job.node is not None and job.node != ray_node()):
-        return reply  # with the records: the sender may not share this folder
-    return reply._replace(result=replace(reply.result, memory={}))
+    result = runner.run(experiment, _reporter(reports, experiment.id), job.wait)
+    is_elsewhere = job.node is not None and job.node != ray_node()  # the sender may not share this folder
+    return Reply(result if is_elsewhere else replace(result, memory={}))
 
 
 @functools.lru_cache(maxsize=2)

@@ -16,13 +16,12 @@ from rich.console import Console
 import tribe
 from tribe.cli import options, output
 from tribe.cli.commands import app
-from tribe.cli.planning import Planner, file_name
+from tribe.cli.planning import file_name, plan_experiments
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import run_all
 from tribe.experiments.provenance import machine
 from tribe.experiments.store import Result
-from tribe.experiments.workbench import MissingKnowledge
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
 from tribe.registry import nearest
@@ -68,34 +67,23 @@ def run(
         names = options.method_names(methods)
         if not names:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
-        planner = Planner(dataset, model, weights, scenario, names, seeds, settings, data)
-        experiments = _plan(planner, names)
-        device = machine(planner.workbench.device)
-    first = next(iter(experiments.values()))
+        points: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+        planned, workbench = plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
+        experiments, device = dict(zip(names, planned, strict=True)), machine(workbench.device)
+    first = planned[0]
     assert first.parts is not None
     title, count = f"{first.dataset.name}, {first.model.name}, {first.scenario.name}", len(first.seeds)
     streams = f"{count} stream{'s' * (count > 1)} of {len(first.parts.stream.schedules[0].index):,} images"
-    console.print(output.shown(f"{title}: {streams}, batch {first.batch}, on {device['device']}"))
+    console.print(
+        printable(f"{title}: {streams}, batch {first.batch}, on {device['device']}"), markup=False, highlight=False
+    )
     results, stopped = _play(experiments, out, force, logits)
     if results:
-        _show(title, results, device, out / file_name("", [*experiments.values()]), json_file, console)
+        _show(title, results, device, out / file_name("", planned), json_file, console)
     if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:
         output.fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
-
-
-def _plan(planner: Planner, names: list[str]) -> dict[str, Experiment]:
-    """Return the experiment of each method, or one error for all that lack their source knowledge."""
-    experiments, missing = {}, []
-    for name in names:
-        try:
-            experiments[name] = planner.experiment(name)
-        except MissingKnowledge as error:
-            missing.append(error)
-    if missing:
-        raise MissingKnowledge.of_all(missing)
-    return experiments
 
 
 def _play(

@@ -19,7 +19,7 @@ from tribe import methods
 from tribe.cli import options, output
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.planning import COMPONENTS, Planner, file_name
+from tribe.cli.planning import COMPONENTS, file_name, plan_experiments
 from tribe.experiments import plots
 from tribe.experiments import sweep as grids
 from tribe.experiments.experiment import STREAM, Experiment
@@ -28,6 +28,7 @@ from tribe.experiments.provenance import machine
 from tribe.experiments.spec import canonical
 from tribe.experiments.store import ResultStore
 from tribe.experiments.sweep import SCORES, Point, SweepAxis, SweepRow
+from tribe.experiments.workbench import Workbench
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
 from tribe.registry import nearest
@@ -72,7 +73,7 @@ Workers = Annotated[
 class SweepPlan(NamedTuple):
     """The points of a sweep, and their experiments."""
 
-    planner: Planner
+    workbench: Workbench
     method: str
     axes: list[SweepAxis]
     points: list[Point]
@@ -116,8 +117,10 @@ def sweep(
         check_folder(out)
         axes = grids.make_axes(options.parse_lists(grid, "--grid"), options.parse_lists(listed, "--list"))
         name = method_name(method)
-        planner = Planner(dataset, model, weights, scenario, [name], seeds, settings, data)
-        plan = _plan(planner, name, axes)
+        points = _points(axes, name)
+        wanted = [(name, point) for point in points]
+        experiments, workbench = plan_experiments(wanted, dataset, model, weights, scenario, seeds, settings, data)
+        plan = SweepPlan(workbench, name, axes, points, experiments)
         if not dry_run:
             rows = _play(plan, out, workers)
     with output.messages(redirect=False):
@@ -130,8 +133,8 @@ def sweep(
         output.fail(f"{len(failed)} of {len(rows)} points could not be played to the end: {reasons}")
 
 
-def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
-    """Return the experiment of every point; a field or value that does not exist is refused before any is played."""
+def _points(axes: list[SweepAxis], method: str) -> list[Point]:
+    """Return all points; a field of a component that takes no part is refused."""
     owners = (*COMPONENTS, method)
     for place in (place for axis in axes for place in axis.places):
         owner, dot, field = place.partition(".")
@@ -140,10 +143,7 @@ def _plan(planner: Planner, method: str, axes: list[SweepAxis]) -> SweepPlan:
         if place not in SWEPT and owner not in owners:
             hint = f"--method {owner} sweeps it" if owner in methods.names() else nearest(owner, owners)
             raise ValueError(f"{place}: {owner!r} takes no part in this sweep: {hint}")
-        if field in planner.fields.get(owner, {}):
-            raise ValueError(f"{place} is set and swept: leave out --set {place}")
-    points = list(grids.points_of(axes))
-    return SweepPlan(planner, method, axes, points, [planner.experiment(method, point) for point in points])
+    return list(grids.points_of(axes))
 
 
 def _play(plan: SweepPlan, out: Path, workers: str | None) -> list[SweepRow]:
@@ -156,7 +156,7 @@ def _play(plan: SweepPlan, out: Path, workers: str | None) -> list[SweepRow]:
             plan.experiments,
             out,
             workers=workers,
-            workbench=plan.planner.workbench,
+            workbench=plan.workbench,
             command=["tribe", *sys.argv[1:]],
             progress=bars.progress,
             done=bars.done,
@@ -231,7 +231,7 @@ def _report(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> dict
     score = SCORES[best.score]
     return {
         "method": plan.method,
-        "machine": machine(plan.planner.workbench.device),
+        "machine": machine(plan.workbench.device),
         "axes": [{"fields": axis.places, "values": axis.values} for axis in plan.axes],
         "score": {"name": best.score, "words": score.words, "better": score.better},
         "points": [_plain_row(row) for row in rows],
