@@ -444,7 +444,6 @@ def test_a_program_may_end_while_a_stream_is_read(ending, printed):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_batches_are_pinned_for_the_gpu(unlabelled):
     stream = Stream(folder(unlabelled), scenarios.create("replay"), batch=4)
     for pinned, plain in zip(stream.starting_at(0, pin=True), stream, strict=True):

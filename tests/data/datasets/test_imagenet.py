@@ -53,14 +53,10 @@ def test_classes_are_the_folders_and_their_outputs_are_known(root):
     assert renditions.classes == WNIDS[1:]
     assert renditions.outputs == tuple(wnids()[wnid] for wnid in WNIDS[1:]) == (1, 281)
     assert renditions.labels("renditions").tolist() == [0, 0, 1, 1]
-    assert made("imagenet-c", layouts_of_c(root)).outputs == made("imagenet", root).outputs == (0, 1, 281)
+    layouts.write_imagenet_c(root / "ImageNet-C", np.random.default_rng(0))
+    assert made("imagenet-c", root).outputs == made("imagenet", root).outputs == (0, 1, 281)
     live = made("live-imagenet-c", root)
     assert (live.classes, live.outputs) == (WNIDS, (0, 1, 281))
-
-
-def layouts_of_c(root):
-    layouts.write_imagenet_c(root / "ImageNet-C", np.random.default_rng(0))
-    return root
 
 
 def test_numbered_folders_are_in_the_order_of_numbers(root):

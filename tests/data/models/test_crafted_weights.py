@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from layouts import Malicious
-from limited import run_limited
+from processes import run_limited
 from tribe import models
 from tribe.data.models.weights import SHIPPED, WeightsError, read
 

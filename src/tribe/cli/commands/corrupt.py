@@ -11,9 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tribe.cli.commands import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import messages, print_json, shown
-from tribe.data.datasets.corrupted_files import BENCHMARKS
 from tribe.data.datasets.files import data_root
-from tribe.data.datasets.generation import GenerationProgress, generate
+from tribe.data.datasets.generation import BENCHMARKS, GenerationProgress, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 from tribe.registry import nearest

@@ -18,9 +18,9 @@ from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
 from tribe.cli.options import AsJson, DataRoot, Weights, parse_shape
 from tribe.cli.output import fail, messages, print_json
+from tribe.data.datasets.files import open_npy, read_npz
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
-from tribe.io.arrays import open_npy, read_npz
 
 SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
 RANDOM = 16  # images of --shape

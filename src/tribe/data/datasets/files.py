@@ -1,8 +1,10 @@
-"""Local files of data sets: where they are, what to do if one is missing, and arrays in npy files."""
+"""Local files of data sets: where they are, what to do if one is missing; npy and npz files, never with pickle."""
 
 import os
 import shlex
+import zipfile
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tribe.io.arrays import open_npy
+from tribe.io.files import regular_size
 
 EMBEDDED = Path(__file__).parent / "data" / "mnist_test.npz"
+MOST_UNPACKED = 64 * 2**20  # bytes that an npz file may unpack to, however small it is; a larger one in proportion
+MOST_RATIO = 100  # of unpacked bytes to bytes of the file. Records reach 10; zeros reach 1,000
 
 
 class MissingData(FileNotFoundError):
@@ -54,6 +58,39 @@ def mnist_test() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         pixels, labels = file["images"], file["labels"]
     pixels.flags.writeable = labels.flags.writeable = False
     return pixels, labels
+
+
+def open_npy(path: str | PathLike[str]) -> NDArray[Any]:
+    """Memory-map the array of an npy file; a ValueError says why it cannot be read."""
+    try:
+        size = regular_size(path)
+        array = np.lib.format.open_memmap(path, "r")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # numpy fails in many ways on damaged bytes
+        raise ValueError(f"it was cut short, or is not an npy file of numbers ({_reason(error)})") from error
+    if size != array.offset + array.nbytes:
+        raise ValueError(f"it is longer than the {array.dtype} array of shape {array.shape} in it")
+    return array
+
+
+def read_npz(path: str | PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an npz file by name; a ValueError says why it cannot be read."""
+    try:
+        most = max(MOST_UNPACKED, MOST_RATIO * regular_size(path))
+        with zipfile.ZipFile(path) as archive:  # numpy reads no further than these sizes
+            if (total := sum(member.file_size for member in archive.infolist())) > most:
+                raise ValueError(f"it unpacks to {total:,} bytes; expected {most:,} at most")
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # numpy and zipfile fail in many ways on damaged bytes
+        raise ValueError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def open_images(path: Path, shape: tuple[int, ...]) -> NDArray[Any]:

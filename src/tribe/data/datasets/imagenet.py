@@ -1,4 +1,4 @@
-"""ImageNet's validation images, and the sets with the same labels: ImageNet-V2, -R, -A and -Sketch, as published.
+"""ImageNet's validation images, and the sets with the same labels: ImageNet-V2, -R, -A, -Sketch and -C, as published.
 
 They are folders of images by class, ``<class>/NAME.JPEG``. A class folder has the name of a synset in WordNet ("wnid"),
 such as n01440764, or the number of its class, 0 to 999. Networks of ImageNet number their outputs by the sorted wnids.
@@ -18,16 +18,28 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.data.datasets import register, require_domain
+from tribe.data.datasets import BySeverity, register, require_domain
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find, positions
+from tribe.data.datasets.manifest import require_block
 from tribe.data.images import Unreadable, check_reading, image_size, is_image_file, list_folder, read_images
+from tribe.data.scenarios import IMAGENET_C
 from tribe.fields import require
+from tribe.io.files import read_regular
 from tribe.registry import nearest
 
 COUNT = 1000  # classes of ImageNet
 WNIDS = Path(__file__).parent / "data" / "imagenet_wnids.txt"
 SAMPLED = 16  # images of a folder whose size says whether its images are cropped
 CLASSES = f"expected class folders with wnids, such as n01440764, or with the numbers 0 to {COUNT - 1}"
+LARGEST_LIST = 2**26  # bytes; a list of all 50,000 images has 2 MB
+ARCHIVE = "https://zenodo.org/records/2235448/files/{}.tar"
+GROUPS = {  # the published archives, and the corruptions in each
+    "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
+    "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    "weather": ("snow", "frost", "fog", "brightness"),
+    "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+    "extra": ("speckle_noise", "gaussian_blur", "spatter", "saturate"),
+}
 
 
 @cache
@@ -179,6 +191,7 @@ class ClassFolders(ListedImages):
     title: ClassVar[str]
     places: ClassVar[dict[str, tuple[str, ...]]]  # the folders of each domain, below the root
     archive: ClassVar[str]  # where it is published; {} is the domain
+    hint: ClassVar[str] = ""  # how to get the images if they are not an archive; {root} is the folder of all data sets
 
     def __post_init__(self) -> None:
         check_reading(self)
@@ -195,16 +208,14 @@ class ClassFolders(ListedImages):
         named = self.data is not None and not any((root / place).is_dir() for place in places)
         if named and holds_classes(root):
             return root
-        return find(root, *places, what=f"{self.title} ({domain})", hint=self._hint(root, domain))
+        hint = self.hint.format(root=root) or download_hint(self.archive.format(domain), root)
+        return find(root, *places, what=f"{self.title} ({domain})", hint=hint)
 
     def resize(self, paths: Sequence[Path]) -> int | None:
         """Return the length of the shorter side before the crop; None if a sample of the images is cropped already."""
         sample = paths[:: max(1, len(paths) // SAMPLED)]
         cropped = all(image_size(path) == (self.size, self.size) for path in sample)
         return None if cropped else round(self.size * 8 / 7)
-
-    def _hint(self, root: Path, domain: str) -> str:
-        return download_hint(self.archive.format(domain), root)
 
 
 @register("imagenet")
@@ -217,11 +228,10 @@ class ImageNet(ClassFolders):
     shape: ClassVar[tuple[int, int, int]] = (3, 224, 224)
     places = {"clean": ("imagenet/val", "imagenet", "ILSVRC2012/val", "ILSVRC/Data/CLS-LOC/val", "val")}  # noqa: RUF012
 
-    def _hint(self, root: Path, domain: str) -> str:
-        return (
-            f"They are not free to download: get them from https://image-net.org and place them as "
-            f"{root}/imagenet/val/<wnid>/NAME.JPEG, or name their folder"
-        )
+    hint = (
+        "They are not free to download: get them from https://image-net.org and place them as "
+        "{root}/imagenet/val/<wnid>/NAME.JPEG, or name their folder"
+    )
 
 
 @register("imagenet-v2")
@@ -277,6 +287,58 @@ class ImageNetSketch(ClassFolders):
 
     title = "ImageNet-Sketch"
     places = {"sketches": ("sketch", "ImageNet-Sketch/sketch", "imagenet-sketch")}  # noqa: RUF012
+    hint = "Get it from https://github.com/HaohanWang/ImageNet-Sketch and unpack it to {root}/sketch"
 
-    def _hint(self, root: Path, domain: str) -> str:
-        return f"Get it from https://github.com/HaohanWang/ImageNet-Sketch and unpack it to {root}/sketch"
+
+@register("imagenet-c")
+@dataclass(frozen=True)
+class ImageNetC(BySeverity, ListedImages):
+    """ImageNet-C (Hendrycks & Dietterich, ICLR 2019): the validation images under each corruption, 224x224.
+
+    The images are ``<corruption>/<severity>/<wnid>/*.JPEG``; a domain is a corruption at a severity, "fog@5". `ids`
+    selects images, such as the usual subset of 5,000; all class folders are classes also then.
+    """
+
+    data: str | None = None  # root folder; None: $TRIBE_DATA or the cache directory
+    corruptions: Sequence[str] = IMAGENET_C
+    severities: Sequence[int] = (5,)
+    ids: str | None = None  # file with one line "wnid/NAME.JPEG" per image, in this order; None: all
+    unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
+    workers: int | None = None  # threads that decode; None: one for each core
+
+    clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
+    folder: ClassVar[str] = "ImageNet-C"
+
+    def __post_init__(self) -> None:
+        check_reading(self)
+        super().__post_init__()
+
+    def select(self, names: list[str], folder: Path) -> list[str]:
+        """Return the images that `ids` lists, in its order."""
+        if self._ids is None:
+            return names
+        if missing := sorted(set(self._ids) - set(names)):
+            raise ValueError(f"{missing[0]!r}, listed in {self.ids}, is not an image in {folder}")
+        return self._ids
+
+    @cached_property
+    def _ids(self) -> list[str] | None:
+        if self.ids is None:
+            return None
+        content = read_regular(Path(self.ids).expanduser(), LARGEST_LIST).decode(errors="replace")
+        ids = [line.strip() for line in content.splitlines() if line.strip()]
+        if not ids or len(set(ids)) < len(ids):
+            raise ValueError(f"{self.ids} lists no images, or one of them twice; expected one id per line")
+        return ids
+
+    def image_folder(self, domain: str) -> Path:
+        """Return the folder of a domain, as in the archives or in the archives' groups."""
+        name, _, severity = domain.partition("@")
+        groups = [group for group, members in GROUPS.items() if name in members] or list(GROUPS)
+        root = data_root(self.data) / self.folder
+        make = f"tribe corrupt imagenet --data VAL --severity {severity} --corruptions {name} --out {root.parent}"
+        require_block(root, domain, make)
+        download = download_hint(ARCHIVE.format(groups[0] if len(groups) == 1 else "GROUP"), root)
+        hint = f"To make it from the clean validation images VAL: {make}. {download}"
+        places = [f"{name}/{severity}", *(f"{group}/{name}/{severity}" for group in groups)]
+        return find(root, *places, what=f"{self.folder} {domain}", hint=hint)

@@ -43,9 +43,9 @@ class NpyImages(ABC):
         return tuple(str(k) for k in range(self.count))
 
     @property
-    @abstractmethod
     def domains(self) -> Sequence[str]:
-        """The names of the domains."""
+        """The corruptions."""
+        return tuple(self.corruptions)
 
     def labels(self, domain: str) -> Tensor:
         """Return the labels of a domain, in file order."""
@@ -109,11 +109,6 @@ class MnistC(NpyImages):
     folder = "mnist_c"
     archive = "https://zenodo.org/records/3239543/files/mnist_c.zip"
     clean_name = "mnist"
-
-    @property
-    def domains(self) -> Sequence[str]:
-        """The corruptions."""
-        return tuple(self.corruptions)
 
     def _open(self, name: str, severity: int, hint: str) -> tuple[NDArray[Any], Tensor]:
         images, labels = (
