@@ -16,6 +16,8 @@ from tribe.core.backbone import Backbone
 class Normalize(nn.Module):
     """(x - mean) / std per channel, for images in [0, 1]. torch.jit.script, torch.fx and torch.export take it.
 
+    With ``persistent=False`` the numbers are constants of the network, which its state dict leaves out.
+
     >>> net = nn.Sequential(Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]), nn.Conv2d(3, 8, 3))
     >>> net(torch.rand(2, 3, 8, 8)).shape
     torch.Size([2, 8, 6, 6])
@@ -24,12 +26,12 @@ class Normalize(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float], persistent: bool = True) -> None:
         super().__init__()
         if len(mean) != len(std) or not all(s > 0 for s in std):
             raise ValueError(f"mean and std need one entry a channel, std above 0; got {list(mean)} and {list(std)}")
-        self.register_buffer("mean", torch.tensor(mean))
-        self.register_buffer("std", torch.tensor(std))
+        self.register_buffer("mean", torch.tensor(mean), persistent)
+        self.register_buffer("std", torch.tensor(std), persistent)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (N, C, ...)."""

@@ -120,12 +120,6 @@ class Captured:
     ``record`` makes a `Recorder`; by default it records CUDA graphs.
     """
 
-    _states: tuple[Any, Any]
-    _x: Tensor
-    _valid: Tensor
-    _logits: Tensor | None
-    _replay: list[Work]
-
     def __init__(self, method: Any, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
@@ -154,7 +148,7 @@ class Captured:
         self._setting = None  # in case recording fails
         self._states, self._x = (clone(state), clone(state)), x.clone()
         self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        self._logits, self._replay = None, []
+        self._logits: Tensor | None = None
         record = self._record()
         self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
         self._setting = _setting(self.net, x)
@@ -173,7 +167,6 @@ class CapturedSegments(Captured):
     """A method's steps with each of their segments recorded, for the shape of the last batch."""
 
     _batch: int
-    _recordings: Callable[..., Any]
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:

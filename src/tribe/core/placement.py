@@ -115,7 +115,7 @@ def place_slots(model: nn.Module) -> tuple[nn.Module, list[Slot], dict[str, str]
                 continue
             slots[id(layer)] = slot = kind(name, layer, len(slots), columns)
             slot.tokens_first = tokens_first
-            slot.redirect_layer_calls()
+            slot.layer.forward = slot.forward  # a network may hold the layer outside its modules too, as in a list
             columns = slot.columns.stop
         model = replace_module(model, name, slots[id(layer)])
     return model, list(slots.values()), kept

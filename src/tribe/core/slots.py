@@ -145,7 +145,7 @@ class Slot(nn.Module, ABC):
         Without statistics (None) a BatchNorm normalises each batch with that batch's.
         """
         layer = self.layer
-        vars(layer).pop("forward", None)  # see `redirect_layer_calls`
+        vars(layer).pop("forward", None)  # see `place_slots`
         for hooks in (layer._forward_hooks, layer._forward_pre_hooks):  # the slot called none, see placement.py
             hooks.clear()
         for name, row in (("weight", weight), ("bias", bias)):
@@ -160,10 +160,6 @@ class Slot(nn.Module, ABC):
             layer.running_mean = stats.mean[0, 0, self.columns].to(layer.running_mean, copy=True)
             layer.running_var = stats.var[0, 0, self.columns].to(layer.running_var, copy=True)
         return layer  # type: ignore[no-any-return]
-
-    def redirect_layer_calls(self) -> None:
-        """Make calls of the layer call the slot: a network may hold the layer outside its modules too, as in a list."""
-        self.layer.forward = self.forward
 
     def unfold(self, x: Tensor, current: Pass) -> Any:
         """Reshape (N, C, ...) to (R, B, C, ...); time or views that a model folds into N become pixels."""

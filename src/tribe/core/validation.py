@@ -8,6 +8,7 @@ it enters is lost. `good_images` alone decides which images are good.
 import math
 import sys
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -90,12 +91,7 @@ def warn_of_layers_left_alone(net: Backbone) -> None:
 
 def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
     """Bring the mask of images (S, B, ...) into (S, B)."""
-    expected = tuple(x.shape[added:2])
-    if not isinstance(valid, Tensor) or valid.dtype != torch.bool or tuple(valid.shape) != expected:
-        got = f"{valid.dtype} of shape {tuple(valid.shape)}" if isinstance(valid, Tensor) else repr(valid)
-        raise ValueError(f"valid is a tensor of booleans, one for each image, of shape {expected}; got {got}")
-    valid = valid.to(x.device)
-    return valid.unsqueeze(0) if added else valid
+    return _per_image(valid, x, added, "valid is a tensor of booleans", lambda dtype: dtype == torch.bool)
 
 
 def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None) -> Tensor:
@@ -106,12 +102,7 @@ def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None)
     >>> as_order(torch.tensor([0.3, 0.1, 0.2]), torch.zeros(1, 3, 4), added=True)
     tensor([[1, 2, 0]])
     """
-    expected = tuple(x.shape[added:2])
-    if not isinstance(order, Tensor) or tuple(order.shape) != expected or not _can_sort(order.dtype):
-        got = f"{order.dtype} of shape {tuple(order.shape)}" if isinstance(order, Tensor) else repr(order)
-        raise ValueError(f"order is a tensor of numbers, one for each image, of shape {expected}; got {got}")
-    order = order.to(x.device)
-    order = order.unsqueeze(0) if added else order
+    order = _per_image(order, x, added, "order is a tensor of numbers", _can_sort)
     if order.is_floating_point() and bool((order.isnan() if valid is None else order.isnan() & valid).any()):
         raise ValueError("order holds NaN; expected a time, or a position in time, for each image")
     if valid is None:
@@ -119,6 +110,16 @@ def as_order(order: Tensor, x: Tensor, added: bool, valid: Tensor | None = None)
     places = _valid_first(torch.arange(x.shape[1], device=x.device).expand(x.shape[:2]), valid)
     images = _valid_first(torch.argsort(torch.where(valid, order, 0), dim=1, stable=True), valid)
     return torch.empty_like(images).scatter_(1, places, images)
+
+
+def _per_image(values: Tensor, x: Tensor, added: bool, what: str, fits: Callable[[torch.dtype], bool]) -> Tensor:
+    """Bring values, one for each image of x (S, B, ...), into (S, B); raise if their shape or type does not fit."""
+    expected = tuple(x.shape[added:2])
+    if not isinstance(values, Tensor) or tuple(values.shape) != expected or not fits(values.dtype):
+        got = f"{values.dtype} of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        raise ValueError(f"{what}, one for each image, of shape {expected}; got {got}")
+    values = values.to(x.device)
+    return values.unsqueeze(0) if added else values
 
 
 def _valid_first(positions: Tensor, valid: Tensor) -> Tensor:

@@ -104,27 +104,20 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
         if _is_special(Path(path)):
             Path(path).write_bytes(data)
             return
-        with open_atomically(path) as file:
-            file.write(data)
-
-
-@contextlib.contextmanager
-def open_atomically(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
-    """Open a temporary file that replaces ``path`` when the block ends, and is removed if the block raises."""
-    target = _target(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
-            with contextlib.suppress(OSError):  # no target yet, or the platform has no permissions
-                shutil.copymode(target, temporary)
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+        target = _target(path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        try:
+            with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
+                with contextlib.suppress(OSError):  # no target yet, or the platform has no permissions
+                    shutil.copymode(target, temporary)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(target.parent)
 
 
 def write_new(files: Mapping[Path, bytes]) -> None:

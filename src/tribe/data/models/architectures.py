@@ -17,18 +17,9 @@ IMAGENET: Normalization = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 HALF: Normalization = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))  # of RobustBench's AugMix networks
 
 
-class InputNormalize(Normalize):
-    """Normalisation as a constant of the network. It is not in the state dict, which has the published names."""
-
-    def __init__(self, normalize: Normalization) -> None:
-        super().__init__(*normalize)
-        for name, value in list(self.named_buffers()):
-            self.register_buffer(name, value, persistent=False)
-
-
 def input_layer(normalize: Normalization | None) -> nn.Module:
-    """The first layer of a network: the normalisation of its images, if any."""
-    return nn.Identity() if normalize is None else InputNormalize(normalize)
+    """The first layer of a network: the normalisation of its images, if any; published names do not include it."""
+    return nn.Identity() if normalize is None else Normalize(*normalize, persistent=False)
 
 
 class BatchNormReLU(nn.BatchNorm2d):
