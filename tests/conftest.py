@@ -15,6 +15,14 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
+def pytest_collection_modifyitems(items):
+    """Skip the tests that need a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
 def pytest_collection_finish():
     """Let the garbage collector look at what tests make, and not at ten thousand tests and all modules each time."""
     gc.collect()

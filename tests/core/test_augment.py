@@ -399,11 +399,8 @@ def test_impossible_settings_are_refused(field, value):
 
 # --- another device ---------------------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.mark.gpu
-@needs_gpu
 @pytest.mark.parametrize("per", ["batch", "image"])
 @pytest.mark.parametrize("size", [(32, 32), (7, 9), (3, 30)])
 def test_same_picture_on_cpu_and_gpu(size, per):

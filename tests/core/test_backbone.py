@@ -1,14 +1,12 @@
 """The backbone: the caller's network with normalisation as an argument, its features, weights and fingerprint."""
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils import parametrize
 
 import tribe
 from places import ROOT
@@ -121,35 +119,6 @@ def test_plain_round_trip_is_an_ordinary_model(name: str) -> None:
     assert gap(logits(net.plain(affine, stats)(x[0])), net(x, affine, stats, FROZEN).logits[0]) <= 1e-5
     assert gap(logits(net.plain(affine, None)(x[0])), net(x, affine, stats, BATCH).logits[0]) <= 1e-5
     assert gap(logits(plain(x[0])), logits(model(x[0]))) <= 1e-5  # the first one stayed as it was
-
-
-class Exp(nn.Module):
-    """A parametrization: a scale that stays positive."""
-
-    def forward(self, w: Tensor) -> Tensor:
-        return w.exp()
-
-
-def parametrized(model: nn.Module) -> None:
-    parametrize.register_parametrization(model[1], "weight", Exp())
-
-
-def remade(model: nn.Module) -> None:
-    """A hook makes the weight from something else at each call, as torch.nn.utils.prune does."""
-    layer = model[1]
-    half = 0.5 * layer.weight.detach()
-    del layer.weight
-    layer.weight = 2 * half
-    layer.register_forward_pre_hook(lambda layer, args: setattr(layer, "weight", 2 * half.to(layer.bias)))
-
-
-@pytest.mark.parametrize("change", [parametrized, remade])
-def test_a_layer_whose_parameters_are_computed_is_left_alone(change: Callable[[nn.Module], None]) -> None:
-    model, x = build("BatchNorm2d"), images("BatchNorm2d")
-    change(model)
-    net = Backbone(model)
-    assert set(net.left_alone.values()) == {"its parameters are computed, by a parametrization or a hook"}
-    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
 def test_exported_layers_have_parameters_of_their_own() -> None:

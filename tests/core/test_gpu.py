@@ -14,10 +14,7 @@ from tribe.testing import CLASSES, images, ready, small_network
 from watching import pictures
 
 GUARDED = [("tribe+guard", {"skip": False}), ("tribe+guard", {}), ("tent+guard", {"skip": False}), ("tribe+watch", {})]
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,6 @@ from tribe.core.precision import float32_precision
 from tribe.core.state import clone, digest, leaves, select, tree_map
 from tribe.testing import CLASSES, images, ready, small, small_network
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 METHODS = [(name, {}) for name in tribe.methods.names()]
 METHODS += [("selftrain", dict(fields)) for fields in tribe.methods.get("selftrain").variants.values()]
 FILTERS = [("tribe+time", {"evidence_on": 0}), ("source+time", {"evidence_on": 0, "within": "batch"})]  # on soon
@@ -346,7 +345,6 @@ def ieee_float32():
         yield
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ieee_float32")
 @pytest.mark.parametrize("mode", [False, "auto"])
@@ -368,7 +366,6 @@ def test_graphs_equal_eager_steps(name, fields, mode):
         assert steps.capture_disabled_reason is None
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.usefixtures("ieee_float32")
 @pytest.mark.parametrize(
@@ -388,7 +385,6 @@ def test_the_recording_holds_with_graphs_and_kernels(file, name):
     assert torch.equal(logits[0].cpu().argmax(-1), golden.argmax(-1))
 
 
-@gpu
 @pytest.mark.gpu
 def test_adapters_behave_the_same_with_graphs(tmp_path):
     """Reset, snapshot, restore, freeze, save, load and move, between captured steps."""
@@ -425,7 +421,6 @@ def test_adapters_behave_the_same_with_graphs(tmp_path):
         moved(x[6])
 
 
-@gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [False, "auto"])
 @pytest.mark.parametrize("switch", [False, True])
@@ -447,7 +442,6 @@ def test_deterministic_steps_repeat_and_resume_bit_for_bit(switch, mode, tmp_pat
         assert resumed.digest() == whole.digest()
 
 
-@gpu
 @pytest.mark.gpu
 def test_memory_stays_flat_over_captured_steps():
     adapter = tribe.adapt(small_network().cuda(), graphs=True)
@@ -461,7 +455,6 @@ def test_memory_stays_flat_over_captured_steps():
     assert torch.cuda.memory_allocated() <= before + 2**16
 
 
-@gpu
 @pytest.mark.gpu
 def test_autocast_is_captured_with_the_rest():
     adapter, plain = (tribe.adapt(small_network().cuda(), graphs=g) for g in (True, False))
@@ -480,7 +473,6 @@ class Looking(tribe.methods.get("tent")):
         return super().step(net, state, x if x.sum() > 0 else x + 1, valid)
 
 
-@gpu
 @pytest.mark.gpu
 def test_a_step_that_cannot_be_recorded_is_taken_eagerly():
     net = small_network().cuda()

@@ -112,17 +112,8 @@ def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
 def test_through_the_interpreter():
     """In another process: Triton chooses the interpreter when it is imported."""
     here = Path(__file__).resolve()
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not gpu",
-        str(here),
-        str(here.with_name("test_fusion.py")),
-    ]
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu")
+    command = [sys.executable, *options, here, here.with_name("test_fusion.py")]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, cwd=here.parents[2], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]

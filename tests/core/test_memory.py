@@ -97,22 +97,22 @@ both = pytest.mark.parametrize("kind", ["timely", "reservoir"])
 # -- the slow loops -------------------------------------------------------------------------------------------------
 
 
+CASES = {  # places, classes, images in a batch
+    "usual": (16, 5, 16),
+    "odd batches": (16, 5, 7),
+    "quota is whole": (12, 4, 64),
+    "more classes than places": (9, 30, 16),
+    "two classes": (10, 2, 16),
+    "one place": (1, 3, 5),
+    "never full": (400, 5, 16),
+    "many places": (64, 10, 150),
+}
+
+
 @both
-@pytest.mark.parametrize(
-    ("size", "classes", "batch"),
-    [(16, 5, 16), (16, 5, 7), (12, 4, 64), (9, 30, 16), (10, 2, 16), (1, 3, 5), (400, 5, 16), (64, 10, 150)],
-    ids=[
-        "",
-        "odd batches",
-        "quota is whole",
-        "more classes than places",
-        "two classes",
-        "one place",
-        "never full",
-        "64",
-    ],
-)
-def test_equals_the_slow_loop(kind: str, size: int, classes: int, batch: int) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_slow_loop(kind: str, case: str) -> None:
+    size, classes, batch = CASES[case]
     for seed in range(12):
         played = draw(seed, classes=classes, bursts=seed % 2 == 0)
         held = play(kind, played, size, classes, batch, seed)

@@ -194,7 +194,6 @@ def test_rules_without_classes_have_none_to_pack():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("mode", [False, "auto"])
 def test_cpu_and_gpu_agree(mode):
     """The kernel of the update gets unpacked statistics, and the same random numbers choose the codes."""

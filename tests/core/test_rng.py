@@ -133,7 +133,6 @@ def test_reads_no_values():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_numbers_on_cpu_and_gpu():
     key = make_key([1, -2, 2**60], [3, 4, 2**50])
     there = Key(*(t.cuda() for t in key))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import reference
 import tribe
@@ -164,32 +165,63 @@ def test_a_layer_is_tried_in_every_precision(dtype: torch.dtype) -> None:
     assert set(Backbone(nn.Sequential(small(), Gated(4)).to(dtype)).left_alone) == {"1"}
 
 
-def test_a_forward_put_on_a_layer_itself_is_left_alone() -> None:
-    model = build("BatchNorm2d")
-    layer = model[4]
+class Exp(nn.Module):
+    """A parametrization: a scale that stays positive."""
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w.exp()
+
+
+def replace_forward(layer: Any) -> None:
     layer.forward = lambda x: 3 * F.batch_norm(x, layer.running_mean, layer.running_var)
-    net, x = Backbone(model), images("BatchNorm2d")
-    assert net.left_alone == {"4": "BatchNorm2d has a custom forward"}
-    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["BatchNorm2d", "GroupNorm", "SyncBatchNorm"])
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_layer_whose_hooks_change_what_it_gives_is_left_alone(name: str, where: str) -> None:
+def remake_weight(layer: Any) -> None:
+    """A hook makes the weight from something else at each call, as torch.nn.utils.prune does."""
+    half = 0.5 * layer.weight.detach()
+    del layer.weight
+    layer.weight = 2 * half
+    layer.register_forward_pre_hook(lambda layer, args: setattr(layer, "weight", 2 * half.to(layer.bias)))
+
+
+CHANGES = {  # of a layer, and the reason why it is left alone
+    "a forward": (replace_forward, "BatchNorm2d has a custom forward"),
+    "a weight from a hook": (remake_weight, "its parameters are computed, by a parametrization or a hook"),
+    "a weight from a parametrization": (
+        lambda layer: parametrize.register_parametrization(layer, "weight", Exp()),
+        "its parameters are computed, by a parametrization or a hook",
+    ),
+    "a hook on the input": (
+        lambda layer: layer.register_forward_pre_hook(lambda layer, args: (args[0] ** 2,)),
+        "its hooks change its output",
+    ),
+    "a hook on the output": (
+        lambda layer: layer.register_forward_hook(lambda layer, args, y: 3 * y),
+        "its hooks change its output",
+    ),
+    "a hook on the gradient": (
+        lambda layer: layer.register_full_backward_hook(lambda layer, into, out: (into[0] * 0,)),
+        "it has hooks on its gradient",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        *(("BatchNorm2d", case) for case in CHANGES),
+        *((name, f"a hook on the {side}") for name in ("GroupNorm", "SyncBatchNorm") for side in ("input", "output")),
+    ],
+)
+def test_a_layer_that_was_changed_is_left_alone(name: str, case: str) -> None:
+    change, reason = CHANGES[case]
     model, x = build(name), images(name)
-    if where == "before":
-        model[1].register_forward_pre_hook(lambda layer, args: (args[0] ** 2,))
-    else:
-        model[1].register_forward_hook(lambda layer, args, y: 3 * y)
+    change(model[1])
     net = Backbone(model)
-    assert net.left_alone == {"1": "its hooks change its output"}
-    assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
-
-
-def test_a_layer_with_a_hook_on_its_gradient_is_left_alone() -> None:
-    model = build("BatchNorm2d")
-    model[1].register_full_backward_hook(lambda layer, into, out: (into[0] * 0,))
-    assert Backbone(model).left_alone == {"1": "it has hooks on its gradient"}
+    assert set(net.left_alone.values()) == {reason}
+    assert len(net.slots) == 1
+    with torch.no_grad():
+        assert gap(net(x, *net.source(), FROZEN).logits[0], model(x[0])) <= 1e-5
 
 
 @pytest.mark.parametrize("name", ["BatchNorm2d", "BatchNorm1d (N, C)", "BatchNorm3d", "LayerNorm (C, H, W)"])

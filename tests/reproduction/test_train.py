@@ -387,7 +387,6 @@ def test_a_training_that_diverges_stops_and_replaces_nothing(few, tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
 def test_a_gpu_learns_and_resumes(digits, tmp_path, precision):
     options = {"data": digits, "device": "cuda", "precision": precision}

@@ -30,11 +30,9 @@ def test_a_readme_shows_the_tables_of_the_results(study):
 
 
 def test_time(tmp_path):
-    where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
-    time.main(
-        [*where, *["--cells", "F100", "--methods", "source", "--seeds", "1", "2", "--limit", "128", "--parts", "a,e,f"]]
-    )
-    learning.main([*where, *["--limit", "64", "--seeds", "1", "--cells", "F100", "--variants", "0", "4"]])
+    where = f"--dataset live-mnist-c --model compact --device cpu --out {tmp_path} --cells F100"
+    time.main(f"{where} --methods source --seeds 1 2 --limit 128 --parts a,e,f".split())
+    learning.main(f"{where} --limit 64 --seeds 1 --variants 0 4".split())
     cost.main(f"--model resnet8 --classes 3 --batch 2 --rounds 2 --device cpu --out {tmp_path}".split())
     text = time_tables.study(tmp_path)
     assert all(title in text for title in ("The streams of the paper", "Delay after a change", "Rare classes"))
@@ -70,23 +68,8 @@ def test_health(tmp_path, monkeypatch):
 
 def test_guard(tmp_path):
     where = f"--dataset mnist --shifted live-mnist-c --model compact --device cpu --seeds 1 2 --out {tmp_path}"
-    guard.main(
-        [
-            *where.split(),
-            *[
-                "--parts",
-                "recurring,collapse",
-                "--visit",
-                "30",
-                "--visits",
-                "2",
-                "--methods",
-                "tribe+guard",
-                "--collapsing",
-                "tent",
-            ],
-        ]
-    )
+    what = "--parts recurring,collapse --visit 30 --visits 2 --methods tribe+guard --collapsing tent"
+    guard.main(f"{where} {what}".split())
     guard_cost.main(f"--model resnet8 --device cpu --batches 4 --rounds 2 --out {tmp_path}".split())
     page = guard.tables(tmp_path)
     for line in ("| tribe+guard | 2 | 30 | ", "| tent, 30 images | ", "| resnet8 | "):

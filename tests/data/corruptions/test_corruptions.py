@@ -279,7 +279,6 @@ def test_tables_have_an_entry_a_severity() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("name", "size"), [*product(COMMON, (32, 224)), *((name, 28) for name in EVERY[15:])])
 def test_gpus_agree(name: str, size: int) -> None:
     name, x = name.rpartition("/")[2], some(16, 1 if size == 28 else 3, size, size)

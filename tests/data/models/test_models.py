@@ -36,10 +36,6 @@ def on_meta(name, **fields):
         return models.create(name, **fields)
 
 
-def parameters(net):
-    return sum(p.numel() for p in net.parameters())
-
-
 def images(name, n=2, seed=0):
     shape = models.architecture(name).shape
     return torch.rand(n, *shape, generator=torch.Generator().manual_seed(seed))
@@ -56,25 +52,31 @@ def weights(tmp_path):
 # -- the networks are the published ones --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    {
-        "wrn28_10": 36_479_194,
-        "wrn40_2": 2_243_546,
-        "resnext29": 6_900_132,
-        "resnet18": 11_689_512,
-        "resnet34": 21_797_672,
-        "resnet50": 25_557_032,
-        "resnet101": 44_549_160,
-        "resnet152": 60_192_808,
-        "resnet18_mnist": 11_175_370,
-        "resnet20": 269_722,
-        "resnet110": 1_727_962,
-        "compact": 51_706,
-    }.items(),
-)
-def test_the_number_of_parameters_is_the_published_one(name, count):
-    assert parameters(on_meta(name)) == count
+NETWORKS = {  # published numbers of parameters, and the normalisation that their weights want
+    "wrn28_10": (36_479_194, None),
+    "wrn40_2": (2_243_546, None),
+    "wrn40_2_augmix": (2_243_546, HALF),
+    "resnext29": (6_900_132, None),
+    "resnext29_augmix": (6_900_132, HALF),
+    "resnet18": (11_689_512, IMAGENET),
+    "resnet34": (21_797_672, IMAGENET),
+    "resnet50": (25_557_032, IMAGENET),
+    "resnet101": (44_549_160, IMAGENET),
+    "resnet152": (60_192_808, IMAGENET),
+    "resnet18_mnist": (11_175_370, None),
+    "resnet20": (269_722, IMAGENET),
+    "resnet110": (1_727_962, IMAGENET),
+    "compact": (51_706, None),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_is_as_published(name):
+    count, normalize = NETWORKS[name]
+    net = on_meta(name)
+    assert sum(p.numel() for p in net.parameters()) == count
+    assert models.architecture(name).normalize == normalize
+    assert sum(isinstance(m, Normalize) for m in net.modules()) == (normalize is not None)
 
 
 @published
@@ -220,26 +222,6 @@ def test_a_network_compiles_in_one_piece(name):
 
 
 # -- input normalisation is part of the model -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    {
-        "wrn28_10": None,
-        "wrn40_2_augmix": HALF,
-        "resnext29": None,
-        "resnext29_augmix": HALF,
-        "resnet18": IMAGENET,
-        "resnet50": IMAGENET,
-        "resnet18_mnist": None,
-        "resnet20": IMAGENET,
-        "compact": None,
-    }.items(),
-)
-def test_networks_normalise_as_their_weights_want(name, expected):
-    assert models.architecture(name).normalize == expected
-    layers = [m for m in on_meta(name).modules() if isinstance(m, Normalize)]
-    assert len(layers) == (expected is not None)
 
 
 def test_images_are_normalised_once_inside():
