@@ -16,7 +16,7 @@ from tribe.core.moments import observe
 from tribe.core.placement import by_reason
 from tribe.core.rules import Frozen
 from tribe.core.slots import Slot, StatisticsSlot
-from tribe.core.state import Affine, count_bytes
+from tribe.core.state import count_bytes
 from tribe.core.validation import PROBABILITIES, are_probabilities, good_images, in_range
 from tribe.norms import pool_batch
 
@@ -270,9 +270,9 @@ def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems
 def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
     """Compute one gradient, as methods that learn do."""
     affine, stats = net.source()
-    affine = Affine(*(t.requires_grad_() for t in affine))
     try:
         with torch.enable_grad():
+            affine = affine.leaf()
             logits = net(x.to(net.device, copy=True).unsqueeze(0), affine, stats, Frozen()).logits
             torch.autograd.grad(logits.float().square().sum(), affine, allow_unused=True)
     except (ValueError, RuntimeError) as error:  # RuntimeError: raised by torch in the backward pass

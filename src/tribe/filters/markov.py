@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -72,12 +72,6 @@ class FilterInput(NamedTuple):
     likelihood: Tensor  # (S, B, M, K)
     counted: Tensor  # (S, B)
     every: list[bool]  # whether the image counts for every stream, where that is known without waiting for a device
-
-    @classmethod
-    def of(cls, likelihood: Tensor, counted: Tensor) -> Self:
-        """Return the batch with these likelihoods (S, B, M, K), of which these images (S, B) count."""
-        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
-        return cls(likelihood, counted, every)
 
     def mask(self, image: int) -> Tensor:
         """Return for which streams an image counts, (S, 1)."""
@@ -150,7 +144,8 @@ class Markov(TimeFilter):
         z = bounded(z, counted)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
-        images = FilterInput.of(self._likelihood(z), counted)
+        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        images = FilterInput(self._likelihood(z), counted, every)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
             chosen = self._chosen(new)  # as it is at the end of the batch

@@ -17,7 +17,7 @@ Signals of a window become features. A Gaussian process gives the log-odds of th
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -130,10 +130,6 @@ class Estimator:
     spread: float = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     unseen: float = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: int = WINDOW
-
-    def to(self, device: torch.device) -> "Estimator":
-        """The same on a device."""
-        return replace(self, model=self.model.to(device))
 
     def accuracy(self, features: Features) -> Tensor:
         """Features of windows (...) -> accuracy (...)."""

@@ -57,10 +57,6 @@ class GaussianProcess(NamedTuple):
         empty = none.new_zeros(0, features), none.new_zeros(0), none.new_zeros(0, 0)
         return GaussianProcess(zero, none, none, none, none, *empty, zero)
 
-    def to(self, device: torch.device) -> "GaussianProcess":
-        """The same on a device."""
-        return GaussianProcess(*(t.to(device) for t in self))
-
     def value(self, features: Tensor) -> Tensor:
         """Predict the values of features (..., F)."""
         # A sum instead of a product of matrices: rows alone round as rows together.

@@ -3,13 +3,14 @@
 A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
+from tribe.core.state import tree_map
 from tribe.health.alarms import Alarms, AlarmState
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import EstimateState, Estimator, Features
@@ -47,8 +48,9 @@ class Watcher:
         if calibration is None:
             empty = GaussianProcess.flat(len(Features._fields), device)
             return Watcher(probe, Estimator(classes, 1.0, empty), None)
-        normal = Reference(*(t.to(device) for t in calibration.normal))
-        return Watcher(probe, calibration.estimator.to(device), normal)
+        model = tree_map(lambda t: t.to(device), calibration.estimator.model)
+        normal = tree_map(lambda t: t.to(device), calibration.normal)
+        return Watcher(probe, replace(calibration.estimator, model=model), normal)
 
     def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
+from tribe.core.backbone import Output
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import Affine, Info
 from tribe.fields import Count, NotNegative, Positive, Range, Share
@@ -134,9 +135,8 @@ class Ttac(Method):
                 own = all_weights.leaf(params.stream(i))
                 output = all_weights.forward(layout, own, x[row], self.norm, valid[row])
                 classes, every = (Gaussians(*(t[i] for t in g)) for g in (state.clusters, state.whole))
-                seen = output.logits[0], features_of(self, output)[0], valid[i]
                 with torch.autocast(x.device.type, enabled=False):  # covariances need full precision
-                    loss, classes, every = self._align(*seen, classes, every, known)
+                    loss, classes, every = self._align(output, valid[i], classes, every, known)
                 grads.append(all_weights.gradients(loss, own))
             logits.append(output.logits.detach())
             clusters.append(classes)
@@ -150,16 +150,10 @@ class Ttac(Method):
         return losses.probabilities(logits).amax(-1) > self.tau_pp
 
     def _align(
-        self,
-        logits: Tensor,
-        features: Tensor,
-        valid: Tensor,
-        clusters: Gaussians,
-        whole: Gaussians,
-        known: dict[str, Tensor],
+        self, output: Output, valid: Tensor, clusters: Gaussians, whole: Gaussians, known: dict[str, Tensor]
     ) -> tuple[Tensor, Gaussians, Gaussians]:
-        """Return one stream: the loss of its batch, (B, K) logits and (B, F) features, and its clusters after it."""
-        features = features.to(known["mean"].dtype)
+        """Return the loss of one stream's batch, of which ``valid`` (B,) count, and its clusters after the batch."""
+        logits, features = output.logits[0], features_of(self, output)[0].to(known["mean"].dtype)  # (B, K), (B, F)
         identity = torch.eye(features.shape[1], dtype=features.dtype, device=features.device)
         ridge = self.ridge * known["cov"].max() * identity
         every = torch.zeros(1, dtype=torch.int64, device=valid.device)

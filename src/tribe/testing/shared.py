@@ -25,20 +25,18 @@ SIZE = 8  # of images, in pixels
 PER_CLASS = 120  # images of each class in each domain: a long tail of 100 leaves none empty
 
 
-def small_network(
-    classes: int = CLASSES, channels: int = 3, seed: int = 0, dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def small_network(classes: int = CLASSES, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build a small convolutional classifier with BatchNorm: random weights, running statistics of random images."""
-    return copy.deepcopy(_small_network(classes, channels, seed)).to(dtype)
+    return copy.deepcopy(_small_network(classes, seed)).to(dtype)
 
 
 @functools.cache  # the checks need hundreds of them, and the running statistics take most of the time
 @torch.inference_mode(False)
-def _small_network(classes: int, channels: int, seed: int) -> nn.Module:
+def _small_network(classes: int, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(
-            nn.Conv2d(channels, 6, 3, padding=1, bias=False),
+            nn.Conv2d(3, 6, 3, padding=1, bias=False),
             nn.BatchNorm2d(6),
             nn.ReLU(),
             nn.Conv2d(6, 8, 3, padding=1, stride=2, bias=False),
@@ -56,7 +54,7 @@ def _small_network(classes: int, channels: int, seed: int) -> nn.Module:
             cast(nn.Linear, model[-1]).weight.mul_(16)  # confident: methods must trust some predictions
             model.train()
             for _ in range(20):
-                model(torch.rand(32, channels, SIZE, SIZE))
+                model(torch.rand(32, 3, SIZE, SIZE))
     return model.eval()
 
 
