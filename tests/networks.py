@@ -74,6 +74,17 @@ class Viewed(nn.Module):
         return self.fc(self.flat(self.norm(self.conv(x)).relu()))
 
 
+class Frames(nn.Module):
+    """Classifies the rows of an image one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(24, CLASSES)
+
+    def forward(self, x):
+        return self.fc(self.norm(x).transpose(1, 2).flatten(0, 1).flatten(1)).unflatten(0, (len(x), -1)).mean(1)
+
+
 class Counting(nn.Module):
     """Counts its passes in a buffer."""
 

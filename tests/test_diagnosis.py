@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tribe
-from networks import Around
+from networks import Around, Frames
 from tribe import methods
 from tribe.core import fusion
 from tribe.core.state import count_bytes
@@ -21,8 +21,8 @@ from tribe.testing import CLASSES, images, small_network
 X = images(1, 6, 0)[0]
 
 
-def problems(model, x=X):
-    return "\n".join(tribe.doctor(model, x).problems)
+def problems(model, x=X, **options):
+    return "\n".join(tribe.doctor(model, x, **options).problems)
 
 
 def test_a_sound_network_has_no_problems():
@@ -177,17 +177,6 @@ def network(norm, *head):
     return nn.Sequential(nn.Conv2d(3, 6, 3), norm, nn.ReLU(), *head, nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
 
 
-class Frames(nn.Module):
-    """Classifies the rows of an image one by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(24, CLASSES)
-
-    def forward(self, x):
-        return self.fc(self.norm(x).transpose(1, 2).flatten(0, 1).flatten(1)).unflatten(0, (len(x), -1)).mean(1)
-
-
 NETWORKS = {
     "all there": lambda: small_network(),
     "no affine parameters": lambda: network(nn.BatchNorm2d(6, affine=False), nn.Conv2d(6, CLASSES, 1)),
@@ -279,11 +268,9 @@ def test_noise_is_not_judged_but_what_the_network_does_with_it_is():
     net[8].weight.detach().zero_()
     assert "deviations off" in problems(net)
     assert "close to uniform" in problems(net)
-    assert tribe.doctor(net, X, noise=True).problems == []
-    assert "could not take images" in "\n".join(tribe.doctor(net, X[:, :1], noise=True).problems)
-    assert "returns probabilities" in "\n".join(
-        tribe.doctor(nn.Sequential(net, nn.Softmax(-1)), X, noise=True).problems
-    )
+    assert problems(net, noise=True) == ""
+    assert "could not take images" in problems(net, X[:, :1], noise=True)
+    assert "returns probabilities" in problems(nn.Sequential(net, nn.Softmax(-1)), noise=True)
 
 
 @pytest.mark.usefixtures("nowhere")

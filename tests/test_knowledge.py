@@ -258,13 +258,14 @@ def test_the_package_network_on_published_digits_and_a_run_that_finds_it(root):
     assert all(torch.allclose(knowledge.tensors[k], expected[k], rtol=1e-4, atol=1e-9) for k in expected)
 
     succeeded(play(root, "eata", "--out", "run", "--json", "-"))
-    assert knowledge_digest("run") == knowledge.digest
+    assert used(root, "run") == knowledge
 
 
-def knowledge_digest(folder):
-    """The digest of the source knowledge that the one result in a folder was computed with."""
+def used(root, folder):
+    """The source knowledge that the one result in a folder was computed with."""
     (result,) = finished(folder)
-    return result.experiment.method.fields["knowledge"]["knowledge"]
+    digest = result.experiment.method.fields["knowledge"]["knowledge"]
+    return next(known for known in map(Knowledge.load, (root / "source").iterdir()) if known.digest == digest)
 
 
 def test_a_run_names_the_commands_that_make_missing_knowledge(root, monkeypatch):
@@ -293,11 +294,10 @@ def test_knowledge_of_other_settings_has_a_file_of_its_own_and_a_run_finds_it(ro
     made = {path.name: path.read_bytes() for path in (root / "source").iterdir()}
     assert made.keys() == {"ttac_compact_mnist.safetensors", "ttac_compact_mnist+statistics=frozen.safetensors"}
     assert made["ttac_compact_mnist.safetensors"] == before
-    taken = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
     for options, expected in ((frozen, "frozen"), (frozen[:2], "frozen"), ((), "batch"), (frozen[2:], "batch")):
         folder = f"out{len(options)}{options[:2]}"
         result = succeeded(play(root, "ttac", *options, "--out", folder))
-        assert taken[knowledge_digest(folder)].spec["statistics"] == expected
+        assert used(root, folder).spec["statistics"] == expected
 
 
 def test_knowledge_without_classes_does_not_replace_that_with_them(root):
@@ -307,8 +307,7 @@ def test_knowledge_without_classes_does_not_replace_that_with_them(root):
     assert (root / "source" / "ttac_compact_mnist.safetensors").read_bytes() == before
     for options, classes in (((), True), (("--set", "ttac.class_aware=false"), False)):
         succeeded(play(root, "ttac", *options, "--out", f"out{classes}"))
-        made = {known.digest: known for path in (root / "source").iterdir() if (known := Knowledge.load(path))}
-        assert made[knowledge_digest(f"out{classes}")].spec["class_aware"] is classes
+        assert used(root, f"out{classes}").spec["class_aware"] is classes
 
 
 def test_knowledge_of_other_weights_is_not_used_in_silence(root):

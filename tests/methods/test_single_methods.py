@@ -12,7 +12,7 @@ from torch import nn
 import plain_methods
 import tribe
 from method_runs import DOUBLE, batches, darker, even_network, network, play, varied
-from networks import refused
+from networks import Frames, refused
 from recordings import GOLDENS, Net, fisher, part
 from tribe import methods, models
 from tribe.core import memory, rng
@@ -53,18 +53,7 @@ def test_copies_of_one_image_are_each_others_neighbours_and_stay_copies():
 
 
 def test_lame_refuses_features_that_are_not_one_an_image():
-    class Crops(nn.Module):
-        """Classifies two halves of each image and takes the mean."""
-
-        def __init__(self):
-            super().__init__()
-            self.norm, self.fc = nn.BatchNorm2d(3), nn.Linear(96, 4)
-
-        def forward(self, x):
-            halves = torch.cat(self.norm(x).chunk(2, 2))
-            return self.fc(halves.flatten(1)).unflatten(0, (2, -1)).mean(0)
-
-    net, method = Backbone(Crops()), methods.create("lame")
+    net, method = Backbone(Frames()), methods.create("lame")
     with pytest.raises(ValueError, match="sees each image once"):
         method.step(net, method.init(net), images(1, 4))
 

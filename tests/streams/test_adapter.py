@@ -175,12 +175,6 @@ def test_a_rule_that_is_made_from_an_ordinary_one_is_not_exported_as_that():
         played(HalvedMeans()).export()
 
 
-@pytest.mark.parametrize("name", ["cotta", "petal"])
-def test_a_teacher_that_averages_no_views_is_exported(name):
-    adapter = played(ready(name, p_th=0.0, lr=0.01, alpha=0.5), steps=4)
-    assert (adapter.export()(batch(9)) - adapter.predict(batch(9))).abs().max() <= 1e-5
-
-
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in NOT_EXPORTED])
 @pytest.mark.parametrize("streams", [1, 2])
 def test_export_equals_predict_with_ordinary_layers(method, streams):

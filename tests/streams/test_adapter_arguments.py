@@ -21,17 +21,7 @@ class Uncopyable(nn.Module):
         return self.norm(x)
 
 
-class Headless(nn.Module):
-    """Logits without any layer that tells how many."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm2d(3)
-
-    def forward(self, x):
-        return self.norm(x).mean((2, 3))
-
-
+HEADLESS = nn.Sequential(nn.BatchNorm2d(3), nn.AdaptiveAvgPool2d(1), nn.Flatten())  # no layer tells how many classes
 VALUES = [  # a method, fields, and the keyword of the error
     ("trbe", {}, "did you mean 'tribe'"),
     ("tribe", {"classes": 7}, "'8' has 4 outputs"),
@@ -61,7 +51,7 @@ MAKING = {
     "a lazy norm layer": (lambda: tribe.adapt(nn.Sequential(nn.LazyBatchNorm2d(), nn.Linear(3, 2))), "not known yet"),
     "a model that cannot be copied": (lambda: tribe.adapt(Uncopyable()), "cannot be copied"),
     "other classes": (lambda: tribe.adapt(small_network(), tribe.methods.create("tribe", classes=5)), "4 outputs"),
-    "a network that does not tell its classes": (lambda: tribe.adapt(Headless()), "pass classes="),
+    "a network that does not tell its classes": (lambda: tribe.adapt(HEADLESS), "pass classes="),
     "one class": (lambda: tribe.methods.create("tribe", classes=1), "at least 2; got 1"),
     "a fraction of a class": (lambda: tribe.methods.create("tribe", classes=2.5), "classes of tribe is a whole number"),
     "tribe without classes": (lambda: tribe.methods.create("tribe"), "number of classes: classes="),
@@ -98,7 +88,7 @@ def test_the_classes_of_a_method_are_those_of_the_network():
     ):
         with pytest.raises(ValueError, match=words):
             check_classes(net, classes)
-    for net in (tribe.Backbone(small_network()), tribe.Backbone(Headless())):
+    for net in (tribe.Backbone(small_network()), tribe.Backbone(HEADLESS)):
         check_classes(net, None)
         check_classes(net, CLASSES)
 
