@@ -161,9 +161,6 @@ def test_restoring_puts_back_what_is_chosen_and_nothing_else():
     assert 0 < chosen.sum() < chosen.numel()
 
 
-# -- the lot --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("p", [0.5, 0.01, 1e-3, 2e-5])
 def test_the_share_chosen_is_p(p):
     """The last p is so small that most draws exceed the reach and choose nothing."""
@@ -202,9 +199,6 @@ def test_streams_seeds_clocks_and_purposes_draw_apart_and_together_equals_alone(
     for other in others:
         meet = (both[0] & other).sum().item()
         assert abs(meet - p * p * n) < 5 * (p * p * n) ** 0.5
-
-
-# -- the quantile ---------------------------------------------------------------------------------------------------
 
 
 def test_quantile_of_more_values_than_torch_takes():

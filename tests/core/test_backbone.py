@@ -16,8 +16,6 @@ from tribe.core.state import Affine
 from tribe.norms import Norm
 from zoo import BALANCED, BATCH, FROZEN, Doubled, build, different_rows, each_model, gap, images, logits, small
 
-# -- the same network ------------------------------------------------------------------------------------------------
-
 
 @each_model
 def test_frozen_rule_equals_the_model_in_eval_mode(name: str) -> None:
@@ -162,9 +160,6 @@ def test_dropout_stays_off_after_train() -> None:
     assert torch.equal(net(x, *net.source(), FROZEN).logits, net(x, *net.source(), FROZEN).logits)
 
 
-# -- features --------------------------------------------------------------------------------------------------------
-
-
 def input_of(model: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
     seen = []
     handle = layer.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -213,9 +208,6 @@ def test_there_are_no_features_where_frames_are_classified_one_by_one() -> None:
 def test_an_unknown_classifier_is_refused_with_the_known_layers() -> None:
     with pytest.raises(ValueError, match="features"):
         Backbone(small(), classifier="fc")
-
-
-# -- weights and identity --------------------------------------------------------------------------------------------
 
 
 def test_fingerprint_tells_models_apart_and_nothing_else() -> None:

@@ -94,9 +94,6 @@ def slow(kind: str, played: Stream, size: int, classes: int, seed: int = 0) -> A
 both = pytest.mark.parametrize("kind", ["timely", "reservoir"])
 
 
-# -- the slow loops -------------------------------------------------------------------------------------------------
-
-
 CASES = {  # places, classes, images in a batch
     "usual": (16, 5, 16),
     "odd batches": (16, 5, 7),
@@ -140,9 +137,6 @@ def test_every_moment_within_a_batch_equals_the_slow_loop(kind: str) -> None:
         whole = arrive(start, cut, 5, torch.tensor([0]), 64) if passed else start
         assert contents(midway) == contents(whole)
         assert int(midway.arrivals) == int(whole.arrivals)
-
-
-# -- RoTTA's rules, case by case --------------------------------------------------------------------------------------
 
 
 def sequence(*arrivals: tuple[int, float]) -> Stream:
@@ -190,9 +184,6 @@ def test_on_ties_the_later_leaves() -> None:
     assert [(label, age) for _, label, age in contents(after)] == [(0, 10_005), (1, 10_003), (1, 10_002), (0, 1)]
 
 
-# -- NOTE's reservoir in distribution -------------------------------------------------------------------------------
-
-
 def test_within_a_class_every_arrival_is_as_likely_to_be_held() -> None:
     """600 streams of one class, 40 arrivals, 8 places: each is held with probability 1/5, whenever it came."""
     streams = 600
@@ -223,9 +214,6 @@ def test_a_rare_class_always_gets_in() -> None:
     played = sequence(*[(0, 0.0)] * 50, (1, 0.0), (1, 0.0))
     for seed in range(20):
         assert {(50, 1), (51, 1)} <= set(contents(play("reservoir", played, 8, 3, seed=seed)))
-
-
-# -- what both promise ------------------------------------------------------------------------------------------------
 
 
 @both

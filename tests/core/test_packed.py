@@ -139,9 +139,6 @@ def test_a_move_of_less_than_a_code_is_not_lost(monkeypatch):
     assert follows() != pytest.approx(expected, rel=0.5)
 
 
-# -- TRIBE with them ---------------------------------------------------------------------------------------------------
-
-
 def pair(classes=50, **fields):
     net = Backbone(small_network(classes))
     return net, [create("tribe", classes=classes, class_stats=kind, **fields) for kind in ("full", "packed")]

@@ -52,9 +52,6 @@ def test_without_glibc_memory_is_not_kept(monkeypatch):
     assert not keep_memory()
 
 
-# -- flags that torch has once for all threads ------------------------------------------------------------------------
-
-
 def algorithms():
     chosen = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     return *chosen, torch.backends.cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory

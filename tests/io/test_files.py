@@ -159,9 +159,6 @@ def test_many_new_files_are_written_and_synced_together(tmp_path, monkeypatch):
     write_new({})
 
 
-# -- before the work --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def full_disk(tmp_path):
     """A disk of 64 kB without free space."""
@@ -225,8 +222,6 @@ def test_a_full_device_is_named():
     with pytest.raises(CannotWrite, match="/dev/full could not be written: No space left on device"):
         write_atomically("/dev/full", b"text")
 
-
-# -- locks ------------------------------------------------------------------------------------------------------------
 
 HOLD = """
 import runpy, sys

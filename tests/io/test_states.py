@@ -121,9 +121,6 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path):
             tribe.load(tmp_path / "b", net)
 
 
-# -- files that are missing, damaged or do not fit ---------------------------------------------------------------------
-
-
 def rewrite(path, **changes):
     """Write the same file with another header or other tensors, and a digest that fits."""
     header, tensors = tensor_file.read(path, STATE)

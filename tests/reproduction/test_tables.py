@@ -18,9 +18,6 @@ def names(tables):
     return [table.name for table in tables]
 
 
-# -- against what was measured with the released code -----------------------------------------------------------------
-
-
 def test_the_released_numbers_are_those_that_were_measured():
     path = TEX.with_name("REFERENCE.md")
     if not path.is_file():
@@ -38,9 +35,6 @@ def test_the_released_numbers_are_those_that_were_measured():
                 assert errors == [float(match[1]), float(match[2])], (key, dataset)
                 seen += 1
     assert seen == sum(value is not None for row in measured.values for value in row[::2])
-
-
-# -- against the paper's source ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +129,6 @@ def test_the_chart_of_domains_is_the_table_of_the_supplement():
     for row in chart.row_keys:
         for column in chart.column_keys:
             assert chart.value(row, column) == table.value(f"100 {row}", column)
-
-
-# -- what cells are ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", TABLES, ids=names(TABLES))

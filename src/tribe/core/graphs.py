@@ -264,9 +264,6 @@ def _copy_tensors(values: Any, targets: Any) -> None:
             target.copy_(value)
 
 
-# -- segments ----------------------------------------------------------------------------------------------------------
-
-
 def segment(work: Callable[..., T], *args: Any) -> T:
     """Return ``work(*args)``, as one launch while a step is captured.
 
@@ -294,9 +291,6 @@ def map_tensors(fn: Callable[[Tensor], Tensor], value: T) -> T:
         items = [map_tensors(fn, item) for item in value]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
     return value
-
-
-# -- a second branch of the graph --------------------------------------------------------------------------------------
 
 
 class SideStream:

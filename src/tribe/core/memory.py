@@ -148,9 +148,6 @@ def arrival_numbers(memory: Memory, valid: Tensor) -> Tensor:
     return memory.arrivals.unsqueeze(1) + valid.cumsum(1) - valid.long()
 
 
-# -- RoTTA: category-balanced, timely, certain -----------------------------------------------------------------------
-
-
 def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Tensor, classes: int) -> Turnover:
     """Decide which images are held while a batch arrives: (S, B) labels, uncertainties and valid marks.
 
@@ -185,9 +182,6 @@ def add_timely(memory: Timely, x: Tensor, labels: Tensor, uncertainty: Tensor, v
         newcomers = {"image": image, "label": label, "arrival": arrival, "uncertainty": doubt}
         memory = hold(memory, newcomers, turnover, counted, torch.full_like(memory.held, label.shape[1]))
     return memory
-
-
-# -- NOTE: prediction-balanced reservoir -----------------------------------------------------------------------------
 
 
 def admit_reservoir(
@@ -236,9 +230,6 @@ def add_reservoir(
         if not always:
             memory = memory._replace(predicted=memory.predicted.scatter_add(1, label, counted.long()))
     return memory
-
-
-# -- common to both -------------------------------------------------------------------------------------------------
 
 
 def _chunks(memory: Timely | Reservoir, *columns: Tensor) -> Iterator[tuple[Tensor, ...]]:

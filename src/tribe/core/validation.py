@@ -64,9 +64,6 @@ class Checks:
                 warn(PROBABILITIES)
 
 
-# -- the network -------------------------------------------------------------------------------------------------------
-
-
 def check_source(net: Backbone) -> None:
     """Raise if the network's normalisation holds numbers that are not finite."""
     if names := net.not_finite():
@@ -84,9 +81,6 @@ def warn_of_layers_left_alone(net: Backbone) -> None:
             f"are left alone ({'; '.join(by_reason(net.left_alone))}). The network will adapt little. Replace them by "
             "BatchNorm, LayerNorm or GroupNorm of torch, which compute the same, before the call"
         )
-
-
-# -- images ------------------------------------------------------------------------------------------------------------
 
 
 def as_mask(valid: Tensor, x: Tensor, added: bool) -> Tensor:
@@ -178,9 +172,6 @@ def warn_of_range(x: Tensor) -> bool:
         cause = "check how they are scaled"
     warn(f"images reach from {low:.3g} to {high:.3g}, outside [0, 1]; {cause}")
     return True
-
-
-# -- logits ------------------------------------------------------------------------------------------------------------
 
 
 def wrong_count(logits: Tensor, classes: int | None, classifier: str | None) -> ValueError:

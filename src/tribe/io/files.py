@@ -33,9 +33,6 @@ class CannotWrite(OSError):
     """A file that cannot be written: why, and how much room it needs."""
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
 def regular_size(path: str | PathLike[str], largest: int | None = None) -> int:
     """Return the size of a regular file, through links; raise `NotRegular` if it has more than ``largest`` bytes."""
     status = os.stat(path)
@@ -60,9 +57,6 @@ def read_regular(path: str | PathLike[str], largest: int) -> bytes:
         return file.read(largest)
 
 
-# -- locks ------------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None = None) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is made if it is missing; the OS releases it if the process dies.
@@ -78,9 +72,6 @@ def exclusive(path: str | PathLike[str], *, wait: bool = False, busy: str | None
         yield
     finally:
         lock.release()
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

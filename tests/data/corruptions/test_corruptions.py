@@ -61,9 +61,6 @@ def some(n: int = 5, channels: int = 3, height: int = 32, width: int = 32) -> Te
     return (x.clamp(0, 1) * 255).round() / 255
 
 
-# --- against the benchmark --------------------------------------------------------------------------------------------
-
-
 def features(residual: np.ndarray) -> np.ndarray:
     """Mean, log variance and log radial spectrum (7 rings) of residuals (N, H, W, C): (N, 9)."""
     size = residual.shape[1]
@@ -138,9 +135,6 @@ def test_random_ones_are_near_the_recorded_large_images(name: str) -> None:
     mine = ours(images(z["clean"]), name, 5, 8)
     score = (expected - mine.mean(0)) / (mine.std(0) + 0.01)
     assert np.abs(score.mean(0)).max() < 5, score
-
-
-# --- the promises -----------------------------------------------------------------------------------------------------
 
 
 def test_both_benchmarks_have_fifteen() -> None:

@@ -36,9 +36,6 @@ def reason(path, **fields):
     return str(caught.value)
 
 
-# -- huge -----------------------------------------------------------------------------------------------------
-
-
 def test_the_size_is_checked_before_a_pixel_is_decoded(tmp_path):
     for width, height in ((20_000, 20_000), (PIXELS // 1000 + 1, 1000), (2**31 - 1, 2**31 - 1)):
         (tmp_path / "huge.png").write_bytes(png(width, height))
@@ -73,9 +70,6 @@ def test_too_little_memory_counts_as_damage(tmp_path, monkeypatch):
     assert reason(tmp_path / "day/a.png").endswith("MemoryError")
     with pytest.warns(UserWarning, match=r"skipped: .*a.png cannot be read as an image: MemoryError"):
         assert data.images("day", torch.arange(1)).isnan().all()
-
-
-# -- 16 bits -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", COLOURS)

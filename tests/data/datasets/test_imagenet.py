@@ -33,9 +33,6 @@ def imagenet(folder, **fields):
     return datasets.create("imagenet", data=str(folder), **fields)
 
 
-# -- classes -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_outputs_of_networks_are_the_sorted_wnids():
     assert len(wnids()) == len(set(wnids())) == 1000
     assert list(wnids()) == sorted(wnids())
@@ -90,9 +87,6 @@ def test_a_folder_with_wnids_knows_the_outputs_too(root):
     assert datasets.create("folder", root=str(root / "camera")).outputs is None
 
 
-# -- images ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", SISTERS)
 def test_images_are_resized_and_cropped_as_everybody_evaluates(name, root):
     data = made(name, root)
@@ -113,9 +107,6 @@ def test_cropped_images_stay_as_they_are(tmp_path):
     resized = read_image(tmp_path / "0003/a.jpg", resize=256, crop=224)
     picture(np.random.default_rng(0), 300, 224).save(tmp_path / "0007/b.jpg")  # so they are not all cropped
     assert torch.equal((imagenet(tmp_path).images("clean", torch.tensor([0]))[0] * 255).round().byte(), resized)
-
-
-# -- places ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_folder_of_the_classes_may_be_named_itself(root):
@@ -170,9 +161,6 @@ def test_missing_sisters_name_their_archives(tmp_path):
             made(name, tmp_path).labels(domain)
     with pytest.raises(MissingData, match="HaohanWang/ImageNet-Sketch"):
         made("imagenet-sketch", tmp_path).labels("sketches")
-
-
-# -- networks with more classes ----------------------------------------------------------------------------------------
 
 
 def thousand():

@@ -65,9 +65,6 @@ def camera(tmp_path):
     return tmp_path / "camera"
 
 
-# -- one file ---------------------------------------------------------------------------------------------------------
-
-
 @pytest_special
 def test_only_regular_files_are_opened(case, tmp_path):
     words = replace(tmp_path / "a", case)
@@ -88,9 +85,6 @@ def test_links_to_files_are_followed_and_sizes_are_bounded(tmp_path):
             function(tmp_path / "link", 2)
     with pytest.raises(NotRegular, match="it is a folder; expected a regular file"):
         open_regular(tmp_path)
-
-
-# -- folders of images ------------------------------------------------------------------------------------------------
 
 
 @pytest_special
@@ -138,9 +132,6 @@ def test_imagenet_c_skips_what_it_cannot_read(tmp_path):
     data = made("imagenet-c", tmp_path, corruptions=("fog",), unreadable="skip")
     with pytest.warns(UserWarning, match="a.JPEG cannot be read as an image: it is a pipe"):
         assert data.images("fog@5", torch.arange(10)).isnan().flatten(1).any(1).tolist().index(True) == 3
-
-
-# -- the other readers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("special", [os.mkfifo, zeros], ids=["a pipe", "a device"])

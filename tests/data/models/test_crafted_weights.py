@@ -92,9 +92,6 @@ def test_constants_of_input_normalisation_that_cannot_be_used_are_refused(tmp_pa
         models.load("compact", tmp_path / "net.pt")
 
 
-# -- safetensors and cards --------------------------------------------------------------------------------------------
-
-
 def header(content, data=b""):
     text = json.dumps(content).encode()
     return struct.pack("<Q", len(text)) + text + data

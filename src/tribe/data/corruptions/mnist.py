@@ -31,8 +31,6 @@ def _mnist(name: str, *params: float) -> Callable[[Function], Function]:
     return corruption(name, family="mnist", table=(params,))
 
 
-# --- noise and blur ---------------------------------------------------------------------------------------------------
-
 _mnist("shot_noise", 3)(shot_noise)
 _mnist("impulse_noise", 0.17)(impulse_noise)
 
@@ -81,9 +79,6 @@ def motion_blur(x: Tensor, params: Params, draw: Draw) -> Tensor:
     radius, sd = params
     y = blur_along_line(x, radius, sd, draw.uniform().mul_(90).sub_(45))
     return y.mul_(255).add_(1e-3).floor_().div_(255)
-
-
-# --- warps and light --------------------------------------------------------------------------------------------------
 
 
 @_mnist("shear", 0.4)  # radians
@@ -152,9 +147,6 @@ def stripe(x: Tensor, params: Params, draw: Draw) -> Tensor:
     return torch.cat((1 - x[..., :left], x[..., left:right], 1 - x[..., right:]), -1)
 
 
-# --- weather ----------------------------------------------------------------------------------------------------------
-
-
 @_mnist("fog", 3, 1.4, LARGEST_GREY)  # strength, decay, size of the clouds
 def fog(x: Tensor, params: Params, draw: Draw) -> Tensor:
     """Add the upper left corner of a large cloud."""
@@ -190,9 +182,6 @@ def spatter(x: Tensor, params: Params, draw: Draw) -> Tensor:
     mud = gaussian_blur((layer > cut).to(x.dtype), rim)
     mud = torch.where(mud < thin, 0, mud)
     return (x * (1 - mud)).add_(mud, alpha=colour)
-
-
-# --- strokes and edges ------------------------------------------------------------------------------------------------
 
 
 @_mnist("dotted_line")

@@ -41,9 +41,6 @@ def shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-# --- torchvision's ----------------------------------------------------------------------------------------------------
-
-
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions."""
 
@@ -136,9 +133,6 @@ class TorchvisionResNet(Architecture):
         )
 
 
-# --- small: for CIFAR -------------------------------------------------------------------------------------------------
-
-
 class SmallBlock(nn.Module):
     """Two 3x3 convolutions; where the shape changes the shortcut is every other pixel, padded with empty channels."""
 
@@ -193,9 +187,6 @@ class CifarResNet(Architecture):
         )
 
 
-# --- ResNeXt: convolutions in groups ----------------------------------------------------------------------------------
-
-
 class GroupedBlock(nn.Module):
     """1x1 down, 3x3 in groups (which has the stride), 1x1 up: the paper's type C."""
 
@@ -243,9 +234,6 @@ class ResNeXt(Architecture):
             pool=GlobalPool(),
             classifier=nn.Linear(1024, self.classes),
         )
-
-
-# --- wide: few layers, many channels ----------------------------------------------------------------------------------
 
 
 class WideBlock(nn.Module):
