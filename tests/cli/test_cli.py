@@ -16,7 +16,7 @@ from commands import app, succeeded, tribe_command
 from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands.list import REGISTRIES
-from tribe.cli.custom import import_file
+from tribe.cli.custom import find_custom
 
 MODELS = """
 import torch
@@ -343,6 +343,6 @@ def test_two_files_are_two_modules(folder):
     """Otherwise Python would look up a class of the first file in the second."""
     for name in ("one", "two"):
         (folder / f"{name}.py").write_text(f"class Mine:\n    word = '{name}'\n")
-    one, two = (import_file(folder / f"{name}.py") for name in ("one", "two"))
-    assert (one.Mine.word, two.Mine.word) == ("one", "two")
-    assert inspect.getfile(one.Mine) == str(folder / "one.py")
+    one, two = (find_custom(f"{folder / name}.py:Mine", "class", callable) for name in ("one", "two"))
+    assert (one.word, two.word) == ("one", "two")
+    assert inspect.getfile(one) == str(folder / "one.py")

@@ -1,5 +1,6 @@
 """Names are data: nothing in the name of a file, class, domain or method takes effect where it is shown."""
 
+import json
 import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -169,7 +170,8 @@ def test_a_chart_of_the_paper_draws_names_as_they_are():
 def test_the_table_of_a_benchmark_shows_names_as_they_are():
     setting = measurement.Setting("\x1b[2Jnet", (3, 8, 8), 4)
     row = measurement.BenchRow("\u202etent", 1.0, 0.1, {"plain": 2.0}, 1.0, 0.5, None, 3)
-    results.write("old.json", results.to_data(measurement.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,))))
+    data = results.to_data(measurement.BenchResult(setting, {"device": "\x9b"}, 3, 1.0, (row,)))
+    Path("old.json").write_text(json.dumps(data))
     result = tribe_command("bench", "--compare", "old.json", "--model", "compact", "--methods", "source")
     assert_shown(result.output, ())
 

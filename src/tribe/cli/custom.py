@@ -9,7 +9,6 @@ import traceback
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -119,7 +118,9 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
     try:
         if file is None:
             sys.path.insert(0, "")  # the working directory, which is not on the path of an installed command
-        module = importlib.import_module(place) if file is None else import_file(file)
+            module = importlib.import_module(place)
+        else:  # each path has its own module name: pickle and dataclasses find the module of a class by this name
+            module = from_file(file, f"tribe_target_{zlib.crc32(str(file.resolve()).encode()):08x}")
     except (Exception, SystemExit) as error:  # the code of the module may raise anything
         name = "" if file is None else str(file.absolute())
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == name]
@@ -130,9 +131,3 @@ def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:
     except AttributeError:
         names = [name for name, value in vars(module).items() if not name.startswith("_") and fits(value)]
         raise ValueError(f"{place} has no attribute {attribute!r}: {nearest(attribute, names)}") from None
-
-
-def import_file(path: Path) -> ModuleType:
-    """Import a file as a module."""
-    # Each path has its own module name: pickle and dataclasses find the module of a class by this name.
-    return from_file(path, f"tribe_target_{zlib.crc32(str(path.resolve()).encode()):08x}")

@@ -142,16 +142,14 @@ def from_file(path: Path, name: str) -> ModuleType:
 @functools.cache
 def commit() -> dict[str, Any]:
     """Return the commit of the checkout that the package is in, and whether its files are as committed; else {}."""
-    options: Any = {
-        "cwd": Path(__file__).parents[1],
-        "capture_output": True,
-        "text": True,
-        "check": True,
-        "timeout": 10,
-    }
+
+    def git(*words: str) -> str:
+        folder = Path(__file__).parents[1]
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], **options).stdout.strip()
-        changes = subprocess.run(["git", "status", "--porcelain", "--", "."], **options).stdout.strip()
+        head, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--", ".")
     except (OSError, subprocess.SubprocessError):
         return {}
     return {"commit": head, "clean": not changes} if head else {}

@@ -101,11 +101,7 @@ class RecordTable:
         done = [part for part in self._parts if part[0] <= step]
         columns: list[Columns] = []
         for tables in zip(*(tables for _, tables in done), strict=True):
-            parts = defaultdict(list)
-            for table in tables:
-                for name, values in table.items():
-                    parts[name].append(values)
-            columns.append({name: torch.cat(values) for name, values in parts.items()})
+            columns.append({name: torch.cat([t[name] for t in tables if name in t]) for name in tables[-1]})
         self._parts[: len(done)] = [(step, columns)]
         return columns
 

@@ -154,7 +154,7 @@ def run_job(job: ExperimentJob, reports: Any) -> Reply:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            reply = _run_job(job, reports)
+            reply = Reply(_run_job(job, reports))
         except Exception as error:
             reply = failed(error, job.experiment)
     if reply.failed:
@@ -163,19 +163,18 @@ def run_job(job: ExperimentJob, reports: Any) -> Reply:
     return reply._replace(warnings=tuple(dict.fromkeys(messages)))
 
 
-def _run_job(job: ExperimentJob, reports: Any) -> Reply:
+def _run_job(job: ExperimentJob, reports: Any) -> Result:
     if differ := "; ".join(f"{n} is {VERSIONS[n]}, not {v}" for n, v in job.versions.items() if VERSIONS[n] != v):
-        return Reply(failed=f"this worker would compute another result: {differ}. Install the same versions everywhere")
+        raise ValueError(f"this worker would compute another result: {differ}. Install the same versions everywhere")
     for custom in job.custom:
         custom.register()
     experiment = job.experiment
     if experiment.threads is not None:
         torch.set_num_threads(experiment.threads)  # building a data set computes, too
-    workbench = _workbench(job.data, experiment.device, job.weights)
-    runner = ExperimentRunner(job.settings, workbench)
+    runner = ExperimentRunner(job.settings, _workbench(job.data, experiment.device, job.weights))
     result = runner.run(experiment, _reporter(reports, experiment.id), job.wait)
     is_elsewhere = job.node is not None and job.node != ray_node()  # the sender may not share this folder
-    return Reply(result if is_elsewhere else replace(result, memory={}))
+    return result if is_elsewhere else replace(result, memory={})
 
 
 @functools.lru_cache(maxsize=2)

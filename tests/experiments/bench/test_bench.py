@@ -185,7 +185,7 @@ def test_an_impossible_setting_is_refused(fields, words):
 
 
 def test_a_result_reads_back(result, tmp_path):
-    results.write(tmp_path / "a.json", results.to_data(result))
+    (tmp_path / "a.json").write_text(json.dumps(results.to_data(result)))
     assert results.read(tmp_path / "a.json") == result
 
 

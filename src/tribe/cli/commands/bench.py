@@ -16,7 +16,7 @@ import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
 from tribe.cli.options import Device, Precision, method_names, parse_shape
-from tribe.cli.output import fail, messages, print_json
+from tribe.cli.output import fail, messages, write_json
 from tribe.core.precision import choose_device, precision_on
 from tribe.experiments.bench import contenders, measurement, results
 from tribe.experiments.bench.measurement import REPEATS, BenchProgress, BenchResult
@@ -71,7 +71,6 @@ def bench(
         old = None if compare_file is None else results.read(compare_file)
         where = choose_device(device)
         names = method_names(methods)
-        contenders.check_names(names)
         name = model or ("wrn28_10" if where.type == "cuda" else "resnet20")
         build, count, size = _network(name, classes, None if shape is None else parse_shape(shape))
         setting = measurement.Setting(
@@ -114,13 +113,8 @@ def _print(result: BenchResult, old: BenchResult | None, json_file: str | None) 
         texts.append(results.show_changes(old, result))
     for text in texts:
         console.print(printable(f"{text}\n", keep="\n"), soft_wrap=True, markup=False, highlight=False)
-    if json_file == "-":
-        print_json(data)
-    elif json_file is not None:
-        try:
-            results.write(json_file, data)
-        except OSError as error:
-            fail(f"the results above could not be written: {error}")
+    with messages(redirect=False):
+        write_json(data, json_file)
 
 
 def _network(

@@ -134,7 +134,6 @@ def _show(
 
 
 def _rows(results: Mapping[str, Result]) -> list[dict[str, Any]]:
-    """Return a row for each method and seed."""
     rows = []
     for name, result in results.items():
         for (seed, stream), seconds in zip(result.streams.items(), result.values("seconds_per_image"), strict=True):

@@ -134,21 +134,16 @@ class SourceImages(NamedTuple):
             )
         return images, self.workbench.network(self.model, images, overrides["model"])
 
-    def batches(self, data: Dataset, most: int | None, title: str, whole: bool = False) -> "Batches":
-        """Return batches of the images."""
-        return Batches(data, most if self.images is None else self.images, self.batch, self.seed, title, whole)
-
 
 Made = tuple[Knowledge, Mapping[str, Any], str]  # source knowledge, the fields that its file is named after, a title
 
 
 def _study(source: SourceImages, method: str, overrides: Overrides) -> Made:
-    """Compute the source knowledge of a method."""
     if (needs := tribe.methods.get(method).needs) is None:
         raise ValueError(f"{method} needs no source knowledge: run it directly")
     training, net = source.prepare("train", overrides)
     built = plain_method(method, net, training, overrides[method])
-    batches = source.batches(training, getattr(built, "source_images", None), f"{method}, {source.dataset}")
+    batches = Batches(source, training, getattr(built, "source_images", None), f"{method}, {source.dataset}")
     with float32_precision("float32"), deterministic():  # the same images give the same file, and experiment
         try:
             knowledge = built.study(net, batches)
@@ -164,10 +159,9 @@ def _study(source: SourceImages, method: str, overrides: Overrides) -> Made:
 
 
 def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> Made:
-    """Calibrate a method on a network."""
     held_out, net = source.prepare("test", overrides)
     built = plain_method(method, net, held_out, overrides[method])
-    read = source.batches(held_out, HELD_OUT, f"reading {source.dataset}", whole=True)
+    read = Batches(source, held_out, HELD_OUT, f"reading {source.dataset}", whole=True)
     x, y = (torch.cat(column) for column in zip(*read, strict=True))
     with float32_precision("float32"), deterministic(), Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task(f"{method} plays them", total=None)
@@ -191,8 +185,9 @@ class Batches:
     """
 
     def __init__(
-        self, dataset: Dataset, most: int | None, batch: int, seed: int, title: str, whole: bool = False
+        self, source: SourceImages, dataset: Dataset, usual: int | None, title: str, whole: bool = False
     ) -> None:
+        most, batch = usual if source.images is None else source.images, source.batch
         if batch < 1:
             raise ValueError(f"--batch is the number of images a batch, at least 1; got {batch}")
         if most is not None and most < 1:
@@ -202,7 +197,7 @@ class Batches:
         self._label = torch.cat(labels)
         self._domain = torch.cat([torch.full_like(y, i) for i, y in enumerate(labels)])
         self._index = torch.cat([torch.arange(len(y)) for y in labels])
-        order = torch.randperm(len(self._label), generator=torch.Generator().manual_seed(seed))[:most]
+        order = torch.randperm(len(self._label), generator=torch.Generator().manual_seed(source.seed))[:most]
         self._batches = order.split(batch)
         if len(self._batches) > 1 and len(self._batches[-1]) < batch and not whole:
             self._batches = self._batches[:-1]

@@ -79,11 +79,6 @@ class SweepPlan(NamedTuple):
     points: list[Point]
     experiments: list[Experiment]  # of the points, in their order
 
-    @property
-    def places(self) -> list[str]:
-        """The fields that vary."""
-        return list(self.points[0])
-
 
 @app.command()
 def sweep(
@@ -176,7 +171,7 @@ def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None
     ]
     output.write_json({"points": rows}, json_file)
     cells = ([*map(str, row["fields"].values()), row["id"], "done" if row["done"] else ""] for row in rows)
-    console.print(output.make_table([*plan.places, "id", ""], [], cells))
+    console.print(output.make_table([*plan.points[0], "id", ""], [], cells))
     console.print(f"{len(rows)} points, {sum(row['done'] for row in rows)} done", highlight=False)
 
 
@@ -211,7 +206,7 @@ def _show(
     wide = console if json_file == "-" else output.wide_console()
     *errors, time = output.HEADER
     cells = ([*map(str, row.point.values()), *_cells(row, best)] for row in rows)
-    wide.print(output.make_table(plan.places, [*errors, best.column, "classes predicted", time], cells))
+    wide.print(output.make_table([*plan.points[0]], [*errors, best.column, "classes predicted", time], cells))
     for line in _lines(rows, best):
         wide.print(printable(line), soft_wrap=True, markup=False, highlight=False)
     path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
@@ -223,8 +218,6 @@ def _show(
 
 
 def _report(plan: SweepPlan, rows: Sequence[SweepRow], best: BestPoints) -> dict[str, Any]:
-    """Return the summary as plain data."""
-
     def plain_best(row: SweepRow | None) -> dict[str, Any] | None:
         return None if row is None else {"fields": row.point, "instance_error": row.error, "scores": row.scores}
 
@@ -259,7 +252,6 @@ def _cells(row: SweepRow, best: BestPoints) -> list[str | Text]:
 
 
 def _lines(rows: Sequence[SweepRow], best: BestPoints) -> list[str]:
-    """Return the best points as text."""
     if best.streams > 1:
         return [f"no best point: the points were played on {best.streams} different streams"]
     lines, score = [], SCORES[best.score]

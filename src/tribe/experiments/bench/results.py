@@ -1,7 +1,6 @@
-"""Write, read, compare and show results."""
+"""Read, compare and show results."""
 
 import dataclasses
-import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -10,7 +9,6 @@ from typing import Any
 
 from tribe.experiments.bench.measurement import BenchResult, BenchRow, Setting
 from tribe.io import json_files
-from tribe.io.files import write_atomically
 from tribe.io.json_files import Where
 
 SCHEMA = 1
@@ -41,13 +39,8 @@ def to_data(result: BenchResult) -> dict[str, Any]:
     return {"kind": KIND, "schema": SCHEMA, **dataclasses.asdict(result)}
 
 
-def write(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write the data of `to_data`, and any additional keys, atomically."""
-    write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode())
-
-
 def read(path: str | PathLike[str]) -> BenchResult:
-    """Read a result that `write` wrote, on any machine."""
+    """Read a result that `tribe bench --json` wrote, on any machine."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no result at {path}; `tribe bench --json {path}` writes one")
     data = json_files.read(path, object)
@@ -87,7 +80,6 @@ def machine_differences(old: BenchResult, new: BenchResult) -> list[str]:
 
 def compare(old: BenchResult, new: BenchResult) -> dict[str, float | None]:
     """The new time of each contender divided by the old one, in the order of the new result; None: one lacks it."""
-    check_comparable(old.setting, new.setting)
     then, now = ({row.name: row.ms_per_image for row in result.rows} for result in (old, new))
     return {name: now[name] / then[name] if name in now and name in then else None for name in {**now, **then}}
 

@@ -86,11 +86,6 @@ class PlayedStream(NamedTuple):
         """Of the stream."""
         return self.spec.get("seed")
 
-    @property
-    def is_labelled(self) -> bool:
-        """Whether there are labels, and so errors."""
-        return self.scores.get("instance_error") is not None
-
 
 class MethodRow(NamedTuple):
     """A method with its fields, on the streams of a group."""
@@ -106,7 +101,7 @@ class MethodRow(NamedTuple):
     @property
     def labelled(self) -> list[PlayedStream]:
         """The streams with labels."""
-        return [played for played in self.played if played.is_labelled]
+        return [played for played in self.played if played.scores.get("instance_error") is not None]
 
     @property
     def judged(self) -> list[Record]:
