@@ -21,9 +21,8 @@ from reproduction.output import OutputTarget
 from reproduction.plan import COMPONENTS, Choices, Plan, select
 from reproduction.render import FORMATS, claims_grid, claims_markdown, draw
 from tribe.cli.custom import method_name
-from tribe.cli.options import DataRoot, Device, parse_overrides, parse_seeds
+from tribe.cli.options import DataRoot, Device, make_workbench, parse_overrides, parse_seeds
 from tribe.cli.output import experiment_bars, message_on_interrupt, messages, shown
-from tribe.cli.planning import make_workbench
 from tribe.core.precision import check_precision
 from tribe.data.datasets.files import data_root
 from tribe.data.datasets.manifest import FILE as MANIFEST

@@ -7,7 +7,8 @@ import pytest
 from commands import assert_refused, tribe_command
 from reproduction import command as reproduce
 from reproduction import train
-from tribe.cli.commands import bench, corrupt, results, run, schedule, source, sweep
+from tribe.cli import options
+from tribe.cli.commands import bench, corrupt, results, schedule, source
 
 pytestmark = [
     pytest.mark.usefixtures("nowhere"),
@@ -17,10 +18,10 @@ pytestmark = [
 SOURCE = ("source", "eata", "--model", "compact", "--dataset", "mnist")
 REPRODUCE = ("reproduce", "norms", "--set", "dataset=live-mnist-c", "--set", "model=compact", "--rows", "source")
 CASES = {  # the work, which must not begin, and a command
-    "run --out": ((run, "plan_experiments"), ("run", "--out", "/proc/runs")),
-    "run --json": ((run, "plan_experiments"), ("run", "--json", "/proc/x.json")),
-    "sweep --out": ((sweep, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
-    "sweep --json": ((sweep, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
+    "run --out": ((options, "plan_experiments"), ("run", "--out", "/proc/runs")),
+    "run --json": ((options, "plan_experiments"), ("run", "--json", "/proc/x.json")),
+    "sweep --out": ((options, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--out", "/proc/runs")),
+    "sweep --json": ((options, "plan_experiments"), ("sweep", "--grid", "tribe.lr=1", "--json", "/proc/x.json")),
     "train --out": ((train, "_open_data"), ("train", "mnist", "--out", "/proc/x.safetensors")),
     "reproduce --runs": ((reproduce, "run_all"), (*REPRODUCE, "--runs", "/proc/runs")),
     "reproduce --out": ((reproduce.planning, "build"), ("reproduce", "cifar10", "--out", "/proc/x.txt")),

@@ -16,7 +16,6 @@ from rich.console import Console
 import tribe
 from tribe.cli import options, output
 from tribe.cli.commands import app
-from tribe.cli.planning import file_name, plan_experiments
 from tribe.experiments import plots
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import run_all
@@ -68,7 +67,7 @@ def run(
         if not names:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         points: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
-        planned, workbench = plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
+        planned, workbench = options.plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
         experiments, device = dict(zip(names, planned, strict=True)), machine(workbench.device)
     first = planned[0]
     assert first.parts is not None
@@ -79,7 +78,7 @@ def run(
     )
     results, stopped = _play(experiments, out, force, logits)
     if results:
-        _show(title, results, device, out / file_name("", planned), json_file, console)
+        _show(title, results, device, out / options.file_name("", planned), json_file, console)
     if stopped or not results:
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:

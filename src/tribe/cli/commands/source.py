@@ -14,9 +14,8 @@ from torch import Tensor
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import DATASET, component_name, method_name
-from tribe.cli.options import AsJson, Device, Model, Overrides, Weights, parse_overrides
+from tribe.cli.options import AsJson, Device, Model, Overrides, Weights, make_workbench, parse_overrides
 from tribe.cli.output import messages, print_json
-from tribe.cli.planning import make_workbench
 from tribe.core.backbone import Backbone
 from tribe.core.precision import deterministic, float32_precision
 from tribe.core.validation import good_images

@@ -19,7 +19,6 @@ from tribe import methods
 from tribe.cli import options, output
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.planning import COMPONENTS, file_name, plan_experiments
 from tribe.experiments import plots
 from tribe.experiments import sweep as grids
 from tribe.experiments.experiment import STREAM, Experiment
@@ -114,7 +113,9 @@ def sweep(
         name = method_name(method)
         points = _points(axes, name)
         wanted = [(name, point) for point in points]
-        experiments, workbench = plan_experiments(wanted, dataset, model, weights, scenario, seeds, settings, data)
+        experiments, workbench = options.plan_experiments(
+            wanted, dataset, model, weights, scenario, seeds, settings, data
+        )
         plan = SweepPlan(workbench, name, axes, points, experiments)
         if not dry_run:
             rows = _play(plan, out, workers)
@@ -130,7 +131,7 @@ def sweep(
 
 def _points(axes: list[SweepAxis], method: str) -> list[Point]:
     """Return all points; a field of a component that takes no part is refused."""
-    owners = (*COMPONENTS, method)
+    owners = (*options.COMPONENTS, method)
     for place in (place for axis in axes for place in axis.places):
         owner, dot, field = place.partition(".")
         if place not in SWEPT and not (dot and field):
@@ -209,7 +210,7 @@ def _show(
     wide.print(output.make_table([*plan.points[0]], [*errors, best.column, "classes predicted", time], cells))
     for line in _lines(rows, best):
         wide.print(printable(line), soft_wrap=True, markup=False, highlight=False)
-    path = out / file_name(f"sweep-{plan.method}-", plan.experiments)
+    path = out / options.file_name(f"sweep-{plan.method}-", plan.experiments)
     summary = path.with_name(f"{path.name}.json")
     output.write_json(_report(plan, rows, best), json_file, summary)
     picture = _draw(plan, rows, best, path.with_name(f"{path.name}.svg"))
