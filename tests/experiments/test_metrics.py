@@ -17,15 +17,9 @@ def record(domain, label, prediction, confidence=None, classes=3, domains=("fog@
 HAND = record(domain=[0, 0, 0, 0, 1, 1, 1, 1], label=[0, 0, 1, 1, 0, 0, 0, 2], prediction=[0, 1, 1, 1, 0, 0, 2, 1])
 
 
-def test_instance_error():
+def test_errors_of_all_images_of_domains_and_of_classes_which_are_nan_where_a_class_is_absent():
     assert metrics.instance_error(HAND) == 3 / 8
-
-
-def test_domain_error():
     assert metrics.domain_error(HAND).tolist() == [1 / 4, 2 / 4]
-
-
-def test_class_error_is_nan_where_a_class_is_absent():
     expected = torch.tensor([[1 / 2, 0, torch.nan], [1 / 3, torch.nan, 1]], dtype=torch.float64)
     assert torch.allclose(metrics.class_error(HAND), expected, equal_nan=True)
 

@@ -11,9 +11,8 @@ from tribe.core.backbone import Backbone
 from tribe.data.scenarios import Scenario, Schedule, create
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
-from tribe.experiments.runner import run
+from tribe.experiments.runner import CHECKPOINT, run
 from tribe.experiments.stream import Stream
-from tribe.experiments.table import CHECKPOINT
 from tribe.io import tensors as tensor_file
 from tribe.io.states import StateFileError
 from tribe.testing import CLASSES, SIZE, ready, small_network

@@ -11,9 +11,8 @@ from tribe import methods, metrics
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.data.scenarios import Scenario, Schedule, create
-from tribe.experiments.runner import run
+from tribe.experiments.runner import CHECKPOINT, run
 from tribe.experiments.stream import Stream
-from tribe.experiments.table import CHECKPOINT
 from tribe.io import tensors as tensor_file
 from tribe.io.files import CannotWrite
 from tribe.io.states import StateFileError

@@ -7,7 +7,6 @@ import io
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,8 +68,8 @@ def heat_maps(
     maps: Mapping[str, Tensor],
     across: Sequence[str],
     downwards: Sequence[str],
-    names: tuple[str, str] = ("", ""),
-    marks: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+    names: tuple[str, str],
+    marks: Mapping[str, tuple[int, int]],
 ) -> "Figure":
     """Draw tables of numbers as maps, side by side; NaN stays white, and ``marks`` put a frame around cells."""
     wide = max(3.2, 1.4 + max(0.75, 0.09 * max(map(len, across))) * len(across))

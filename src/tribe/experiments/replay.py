@@ -18,9 +18,8 @@ from tribe.core.moments import accumulation_dtype
 from tribe.core.state import clone, select
 from tribe.experiments.provenance import code_of
 from tribe.experiments.record import Outputs, Record
-from tribe.experiments.runner import Progress, predictions
+from tribe.experiments.runner import Progress, RunningError, predictions
 from tribe.experiments.spec import ComponentSpec, plain
-from tribe.experiments.table import RunningError
 from tribe.filters import TimeFilter
 from tribe.methods import parse
 from tribe.methods.encoding import encode_fields
@@ -43,7 +42,6 @@ def replay(
 
     Args:
         records: All streams of one `run` with ``keep_outputs=True``.
-        rule: The filter.
         spec: Of the new records, but for their seeds; by default that of the method alone, with name and fields of the
             filter.
     """

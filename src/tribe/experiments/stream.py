@@ -31,12 +31,6 @@ class Stream:
     Batches run over the concatenated stream and straddle domain borders; they are cut short only where the scenario
     asks for a reset, and at the end. A stream that is over goes on as padding until the longest one ends. An image that
     a data set gives as NaN, since its file is damaged, keeps its place but is not valid.
-
-    Args:
-        dataset: the images.
-        scenario: the protocol.
-        seeds: one stream each.
-        batch: images a stream and step.
     """
 
     def __init__(self, dataset: Dataset, scenario: Scenario, seeds: Sequence[int] = (0,), batch: int = 64) -> None:

@@ -1,7 +1,6 @@
 """A workbench builds components by name: data sets, scenarios, networks and methods, with the fields they are given.
 
-It holds where data and weights are and which device computes. Each component is built once. What cannot be built is a
-ValueError (or TypeError, OSError) that says why.
+What cannot be built is a ValueError (or TypeError, OSError) that says why.
 """
 
 import copy
@@ -58,7 +57,7 @@ class MissingKnowledge(KnowledgeError):
 
 
 class Workbench:
-    """Where experiments are computed: a device, the place of data and weights, and the components built so far.
+    """Where experiments are computed: a device, the place of data and weights, and the components, built once.
 
     Args:
         data: Root of the data sets; None: $TRIBE_DATA or the cache directory.

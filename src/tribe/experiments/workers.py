@@ -1,7 +1,4 @@
-"""Jobs of the workers of `tribe.experiments.parallel`, in processes of this machine or of a cluster of Ray.
-
-A worker gets an experiment without its components (`ExperimentJob`), and the files of a custom method or norm rule.
-"""
+"""Jobs of the workers of `tribe.experiments.parallel`, in processes of this machine or of a cluster of Ray."""
 
 import contextlib
 import functools
@@ -120,7 +117,7 @@ def _folder() -> "tempfile.TemporaryDirectory[str]":
 
 
 class ExperimentJob(NamedTuple):
-    """All that a worker needs, in plain data."""
+    """All that a worker needs, in plain data: an experiment, and the files of a custom method or norm rule."""
 
     experiment: Experiment  # without its components
     settings: RunSettings

@@ -1,8 +1,4 @@
-"""``tribe run``: play a stream to some methods and print their errors. Without options: offline, on real digits.
-
-Each method is an `Experiment`, whose result is in the store, see `tribe.experiments.store`. It is not computed again,
-and a run that was killed goes on from its checkpoint.
-"""
+"""``tribe run``: play a stream to some methods and print their errors. Without options: offline, on real digits."""
 
 import sys
 from collections.abc import Mapping
@@ -113,7 +109,6 @@ def _show(
     json_file: str | None,
     console: Console,
 ) -> None:
-    """Print the table, and write summary and chart."""
     cells = {name: output.result_cells(result) for name, result in results.items()}
     for i, key in enumerate(output.ERRORS if len(results) > 1 else ()):  # the lowest are bold
         means = {name: fmean(result.values(key)) for name, result in results.items()}

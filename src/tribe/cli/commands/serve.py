@@ -117,14 +117,12 @@ def serve(
 
 
 def _build(kind: type[Any], part: str, fields: dict[str, Any]) -> Any:
-    """Return a policy or limits with some fields."""
     if unknown := sorted(fields.keys() - kind.__dataclass_fields__.keys()):
         raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(kind.__dataclass_fields__)}")
     return kind(**fields)
 
 
 def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any]) -> None:
-    """Serve on Ray until a signal."""
     from tribe.serve import replicas
 
     if options["data"] is None:

@@ -1,8 +1,4 @@
-"""``tribe sweep``: play a method at every point of a grid of fields: a table, heat maps, and the best point.
-
-Each point is an `Experiment`, whose result is in the store, as those of `tribe run`: what is there is not computed
-again, and a sweep that was stopped goes on.
-"""
+"""``tribe sweep``: play a method at every point of a grid of fields: a table, heat maps, and the best point."""
 
 import math
 import sys
@@ -177,7 +173,7 @@ def _dry_run(plan: SweepPlan, out: Path, console: Console, json_file: str | None
 
 
 class BestPoints(NamedTuple):
-    """The best points."""
+    """The best point with labels and without, as far as there is one."""
 
     score: str  # the name of the score
     without_labels: SweepRow | None
@@ -202,7 +198,6 @@ def _choose(rows: Sequence[SweepRow], score: str) -> BestPoints:
 def _show(
     plan: SweepPlan, rows: Sequence[SweepRow], score: str, out: Path, json_file: str | None, console: Console
 ) -> None:
-    """Print the table and the best points; write the summary and the heat maps."""
     best = _choose(rows, score)
     wide = console if json_file == "-" else output.wide_console()
     *errors, time = output.HEADER

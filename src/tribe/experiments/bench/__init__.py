@@ -4,6 +4,5 @@
     result = measurement.measure(net, measurement.Setting("resnet20", (3, 32, 32), classes=10))
     print(results.show(result))
 
-Contenders take turns, so that a noisy machine slows all of them equally. Compare the ratios: to plain inference of the
-same network, and to matrix products that are timed in the same turns.
+Compare the ratios: to plain inference of the same network, and to matrix products that are timed in the same turns.
 """

@@ -147,7 +147,9 @@ def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> 
     legend = {}
     for label in true:
         count = len(alarms[label])
-        legend[label] = f"{label}: {_difference(true[label], guessed[label])}, {count} alarm{'s' * (count != 1)}"
+        gaps = [abs(a - b) for a, b in zip(true[label], guessed[label], strict=True) if math.isfinite(a - b)]
+        apart = f"{sum(gaps) / len(gaps):.1f} points apart" if gaps else "not calibrated"
+        legend[label] = f"{label}: {apart}, {count} alarm{'s' * (count != 1)}"
     caption = f"Accuracy over the last {window} images, mean over seeds; dotted: as it was estimated, without labels."
     caption += " A mark at the top is an alarm." if found else " There was no alarm."
     columns = {f"{label}, {what}": of[label] for label in true for what, of in (("true", true), ("estimated", guessed))}
@@ -209,11 +211,6 @@ def _alarms(row: MethodRow) -> list[tuple[int, str]]:
         rank = (record.label >= 0).cumsum(0) - 1
         alarms += [(max(int(rank[image]), 0), kind) for image, kind in watched.beginnings()]
     return sorted(alarms)
-
-
-def _difference(true: Sequence[float], guessed: Sequence[float]) -> str:
-    gaps = [abs(a - b) for a, b in zip(true, guessed, strict=True) if math.isfinite(a) and math.isfinite(b)]
-    return f"{sum(gaps) / len(gaps):.1f} points apart" if gaps else "not calibrated"
 
 
 def _lines(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list[tuple[str, ...]]:
