@@ -108,6 +108,17 @@ def test_libraries_do_not_count(tmp_path, monkeypatch):
     expected = hashlib.sha256((tmp_path / "alone_here.py").read_bytes()).hexdigest()
     assert code_of(alone_here.f) == code_at("alone_here") == code_at(str(tmp_path / "alone_here.py")) == expected
     assert code_of(tribe.adapt) is code_at("tribe.adapter") is None
+    elsewhere = tmp_path / "lib" / "site-packages"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "library_there.py").write_text("")
+    (tmp_path / "user_of_it.py").write_text("import library_there\n\ndef f(): ...\n")
+    monkeypatch.syspath_prepend(str(elsewhere))
+    import user_of_it
+
+    before = code_of(user_of_it.f)
+    (elsewhere / "library_there.py").write_text("# updated\n")
+    assert code_of(user_of_it.f) == before
+    assert code_at("library_there") is None
 
 
 def test_records_of_python_say_how_they_were_made(tmp_path, few_digits):
@@ -161,21 +172,6 @@ def test_what_is_imported_late_counts_before_it_is(tmp_path, monkeypatch):
         (tmp_path / "late_package" / f"{name}.py").write_text("from . import further\n# changed\n")
         assert code_of(late_method.Late) != before, name
         before = code_of(late_method.Late)
-
-
-def test_installed_libraries_do_not_count(tmp_path, monkeypatch):
-    elsewhere = tmp_path / "lib" / "site-packages"
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "library_there.py").write_text("")
-    (tmp_path / "user_of_it.py").write_text("import library_there\n\ndef f(): ...\n")
-    for place in (elsewhere, tmp_path):
-        monkeypatch.syspath_prepend(str(place))
-    import user_of_it
-
-    before = code_of(user_of_it.f)
-    (elsewhere / "library_there.py").write_text("# updated\n")
-    assert code_of(user_of_it.f) == before
-    assert code_at("library_there") is None
 
 
 def test_a_method_of_a_notebook_can_be_run():

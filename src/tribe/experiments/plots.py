@@ -26,6 +26,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 MARKERS = "osD^v<>pX*"
 MARKS = ("#D55E00", "#CC79A7")
 MOST_CELLS = 400  # of a map whose cells show their numbers
+WINDOW = 64  # images of a stream whose balance is one point
 FORMATS = (".svg", ".png", ".pdf")
 NEEDS = "charts need matplotlib: pip install 'tribe-tta[plots]'"
 
@@ -49,18 +50,17 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
     return figure
 
 
-def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str] = (), window: int = 64) -> "Figure":
+def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str]) -> "Figure":
     """Draw class counts per domain, and how balanced the classes are in each window of the stream."""
-    names = tuple(domains) or tuple(str(d) for d in range(len(labels)))
-    figure, (above, below) = _panels((max(6.0, 1.5 + 0.55 * len(names)), 6.0), heights=(3, 2))
-    _counts(above, class_counts(plan, labels), names)
-    balance = local_balance(plan, labels, window)
-    below.plot(window * torch.arange(len(balance)).numpy(), balance.numpy(), color=COLOURS[1], linewidth=0.8)
+    figure, (above, below) = _panels((max(6.0, 1.5 + 0.55 * len(domains)), 6.0), heights=(3, 2))
+    _counts(above, class_counts(plan, labels), domains)
+    balance = local_balance(plan, labels, WINDOW)
+    below.plot(WINDOW * torch.arange(len(balance)).numpy(), balance.numpy(), color=COLOURS[1], linewidth=0.8)
     starts = torch.cat((torch.ones(1, dtype=torch.bool), plan.domain.diff() != 0)).nonzero().flatten()
-    if len(starts) <= 4 * len(names):  # a mixed stream changes its domain all the time
+    if len(starts) <= 4 * len(domains):  # a mixed stream changes its domain all the time
         for start in starts.tolist():
             below.axvline(start, color="#999999", linewidth=0.5)
-    below.set(xlabel="image of the stream", ylabel=f"balance in {window}", ylim=(0, 1.02), xlim=(0, len(plan.index)))
+    below.set(xlabel="image of the stream", ylabel=f"balance in {WINDOW}", ylim=(0, 1.02), xlim=(0, len(plan.index)))
     return figure
 
 

@@ -15,7 +15,6 @@ from tribe.data.datasets.files import data_root
 from tribe.data.datasets.generation import BENCHMARKS, GenerationProgress, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
-from tribe.registry import nearest
 
 
 @app.command()
@@ -42,8 +41,6 @@ def corrupt(
     """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
     with messages():
-        if dataset not in BENCHMARKS:
-            raise ValueError(f"unknown data set {dataset!r}: {nearest(dataset, BENCHMARKS)}")
         place = out or (None if dataset == "imagenet" else data)
         check_folder(data_root(None if place is None else str(place)))
         severities = [n for text in severity for n in parse_severities(text)] if severity else None

@@ -161,11 +161,10 @@ def collect(folder: str | PathLike[str]) -> Runs:
     if not root.is_dir():
         raise NotADirectoryError(f"no folder {folder}; expected one with results, such as `tribe run` leaves")
     found: list[PlayedStream] = []
-    damaged: list[tuple[str, str]] = []
     stores = [ResultStore(folder) for folder in sorted({pack.parent for pack in root.rglob(f"*{PACK}")})]
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # the page names damaged lines
         results = [result for one in stores for result in one.results()]
-    damaged += [(file.relative_to(root).as_posix(), reason) for one in stores for file, reason in one.damaged]
+    damaged = [(file.relative_to(root).as_posix(), reason) for one in stores for file, reason in one.damaged]
     environments = {
         record_path(result.folder, seed): stream.environment
         for result in results
