@@ -271,28 +271,28 @@ def test_a_damaged_line_is_warned_of_and_computed_again():
     assert results("out")["source"].metrics == first.metrics
 
 
-DEADLY = """
-import os, pathlib, signal
-from dataclasses import dataclass
-from tribe.methods.source import BN
+def write_method(name, before):
+    """Write a method that does something before each of its steps; return how `--methods` names it."""
+    lines = "".join(f"        {line}\n" for line in before.splitlines())
+    Path(f"{name.lower()}.py").write_text(
+        "import os, pathlib, signal\nfrom dataclasses import dataclass\nfrom tribe.methods.source import BN\n\n"
+        f"@dataclass(frozen=True)\nclass {name}(BN):\n    def step(self, *given, **options):\n{lines}"
+        "        return super().step(*given, **options)\n"
+    )
+    return f"{name.lower()}.py:{name}"
 
-@dataclass(frozen=True)
-class Deadly(BN):
-    def step(self, *given, **options):
-        log, killed = pathlib.Path("steps"), pathlib.Path("killed")
-        with log.open("a") as file:
-            file.write("step\\n")
-        if not killed.exists() and len(log.read_text().splitlines()) == 60:
-            killed.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().step(*given, **options)
-"""
+
+DEADLY = """log, killed = pathlib.Path("steps"), pathlib.Path("killed")
+with log.open("a") as file:
+    file.write("step\\n")
+if not killed.exists() and len(log.read_text().splitlines()) == 60:
+    killed.touch()
+    os.kill(os.getpid(), signal.SIGKILL)"""
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint():
     """Killed in batch 60; the checkpoint is of batch 50."""
-    Path("deadly.py").write_text(DEADLY)
-    command = (*TINY, "--methods", "deadly.py:Deadly", "--set", "batch=3")
+    command = (*TINY, "--methods", write_method("Deadly", DEADLY), "--set", "batch=3")
     assert in_a_process(*command).code == -signal.SIGKILL
     assert not list(finished("out"))
     assert len(list(Path("out").glob("*/checkpoint.safetensors"))) == 1
@@ -386,24 +386,10 @@ def test_on_a_full_disk_the_error_names_the_file_and_the_same_command_goes_on():
     assert results("out").keys() == {"source"}
 
 
-INTERRUPTED = """
-import os, signal
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may ignore it
-
-@dataclass(frozen=True)
-class Interrupted(BN):
-    def step(self, *given, **options):
-        os.kill(os.getpid(), signal.SIGINT)
-        return super().step(*given, **options)
-"""
-
-
 def test_after_ctrl_c_it_prints_what_is_finished():
-    Path("interrupted.py").write_text(INTERRUPTED)
-    stopped = in_a_process(*TINY, "--methods", "source,interrupted.py:Interrupted")
+    hear = "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a parent may ignore it
+    interrupted = write_method("Interrupted", hear + "os.kill(os.getpid(), signal.SIGINT)")
+    stopped = in_a_process(*TINY, "--methods", f"source,{interrupted}")
     assert stopped.code == 130
     assert "stopped. What was finished before (source) is in out" in stopped.err
     assert "could not be played" not in stopped.err
@@ -421,22 +407,11 @@ def test_one_method_that_fails_does_not_end_the_others():
     assert results("out").keys() == {"source", "tent"}
 
 
-BROKEN = """
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-@dataclass(frozen=True)
-class Broken(BN):
-    def step(self, *given, **options):
-        raise {error}
-"""
-
-
 @pytest.mark.parametrize("error", ["RuntimeError('of mine')", "TypeError('of mine')", "KeyError('of mine')"])
 def test_a_custom_method_may_fail_in_any_way(error):
     """The message names the line."""
-    Path("broken.py").write_text(BROKEN.format(error=error))
-    options = ("--methods", "source,broken.py:Broken,bn", "--out", "out", "--json", "-")
+    broken = write_method("Broken", f"raise {error}")
+    options = ("--methods", f"source,{broken},bn", "--out", "out", "--json", "-")
     result = tribe_run(*TINY, *options)
     assert result.exit_code == 2
     kind = error.partition("(")[0]
