@@ -56,7 +56,8 @@ def test_estimates_follow_the_accuracy(calibration, net):
     for name in ("clean", "canny_edges"):  # the second is a corruption that it has not seen
         x = images if name == "clean" else tribe.corruptions.apply(images, name, 5)
         logits, _ = method.step(net, method.init(net), x[None])
-        state = estimator.observe(estimator.init(), logits, torch.ones(1, 200, dtype=torch.bool))
+        every = torch.ones(1, 200, dtype=torch.bool)
+        state = estimator.observe(estimator.init(), logits, every, torch.ones(1), None)
         accuracy = float((logits[0].argmax(-1) == labels).double().mean())
         found[name] = accuracy, estimator.read(state)
     assert found["clean"][1].accuracy > found["canny_edges"][1].accuracy + 0.05

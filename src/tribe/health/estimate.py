@@ -99,10 +99,10 @@ def repetition(predicted: Tensor, filled: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor | None, answers: Answers | None) -> Images:
+def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor, answers: Answers | None) -> Images:
     """Return the signals of each image of a batch (S, B), from logits (S, B, K); see `Estimator.observe`."""
     confidence = probabilities(logits / temperature).amax(-1)
-    share = torch.ones_like(confidence) if agreement is None else agreement.unsqueeze(1).expand_as(confidence)
+    share = agreement.unsqueeze(1).expand_as(confidence)
     unknown = confidence.new_zeros(len(confidence), DEPTHS)
     shift = unknown if answers is None else answers.shift.to(confidence.dtype)
     near, middle, deep = (t.expand_as(confidence) for t in shift.split(1, 1))
@@ -157,16 +157,11 @@ class Estimator:
 
     @torch.no_grad()
     def observe(
-        self,
-        state: "EstimateState",
-        logits: Tensor,
-        valid: Tensor,
-        agreement: Tensor | None = None,
-        answers: Answers | None = None,
+        self, state: "EstimateState", logits: Tensor, valid: Tensor, agreement: Tensor, answers: Answers | None
     ) -> "EstimateState":
         """Add the predictions (S, B, K) of the next batch, of the images that are ``valid`` (S, B).
 
-        ``agreement`` (S,) is that of teacher and student; None: no student. ``answers`` None: the source was not asked.
+        ``agreement`` (S,) is that of teacher and student; 1: no student. ``answers`` None: the source was not asked.
         """
         new = per_image_signals(logits, self.temperature, agreement, answers)
         before = state.images.unsqueeze(1)

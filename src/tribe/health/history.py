@@ -94,6 +94,9 @@ class Kept(NamedTuple):
         return f"Kept({self.age}, learned from {_shown(self.learned)})"
 
 
+Past = timedelta | Snapshot | Kept | None  # where to go back to: an age or a snapshot; None: seconds or images say it
+
+
 class RolledBack(NamedTuple):
     """The snapshot that a rollback returned to."""
 
@@ -210,12 +213,7 @@ def thin(records: tuple[TimedSnapshot, ...], policy: History) -> tuple[TimedSnap
 
 
 def find_snapshot(
-    timeline: Timeline | None,
-    to: timedelta | Snapshot | Kept | None = None,
-    *,
-    seconds: float | None = None,
-    images: int | None = None,
-    stream: int | None = None,
+    timeline: Timeline | None, to: Past, *, seconds: float | None, images: int | None, stream: int | None
 ) -> tuple[Snapshot, Kept | None]:
     """Return the snapshot that arguments of `tribe.Adapter.rollback` name, and its place in the history if it has one.
 

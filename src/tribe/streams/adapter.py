@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from os import PathLike
 from typing import Any, Self
 
@@ -21,7 +20,7 @@ from tribe.filters import FilterInfo, TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison
 from tribe.health.guard import Guard, resolve_guard
-from tribe.health.history import History, Kept, RolledBack, Snapshot
+from tribe.health.history import History, Kept, Past, RolledBack, Snapshot
 from tribe.health.report import Event, Health, Listener, StreamInfo
 from tribe.io import states
 from tribe.methods import AnyMethod, Pipeline
@@ -275,12 +274,7 @@ class Adapter(NetworkInterface):
         return self._core.history(NAME)
 
     def rollback(
-        self,
-        to: timedelta | Snapshot | Kept | None = None,
-        *,
-        seconds: float | None = None,
-        images: int | None = None,
-        stream: int | None = None,
+        self, to: Past = None, *, seconds: float | None = None, images: int | None = None, stream: int | None = None
     ) -> RolledBack:
         """Return all streams, or one, to the newest snapshot that is at least so old: ``rollback(images=500)``.
 
@@ -291,12 +285,7 @@ class Adapter(NetworkInterface):
         return self._core.rollback(NAME, to, seconds=seconds, images=images, stream=self._index(stream))
 
     def compare(
-        self,
-        to: timedelta | Snapshot | Kept | None = None,
-        *,
-        seconds: float | None = None,
-        images: int | None = None,
-        stream: int | None = None,
+        self, to: Past = None, *, seconds: float | None = None, images: int | None = None, stream: int | None = None
     ) -> Comparison:
         """Return which layers and classes moved since a snapshot, and by how much; without one since the source."""
         return self._core.compare(NAME, to, seconds=seconds, images=images, stream=self._index(stream))

@@ -11,7 +11,6 @@ until the predictions that read an earlier state have ended; those that begin me
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from os import PathLike
 from typing import Any, Self
@@ -30,6 +29,7 @@ from tribe.health.changes import Comparison, compare_states
 from tribe.health.history import (
     History,
     Kept,
+    Past,
     RolledBack,
     Snapshot,
     Timeline,
@@ -307,7 +307,7 @@ class Streams:
     def rollback(
         self,
         name: str,
-        to: timedelta | Snapshot | Kept | None = None,
+        to: Past = None,
         *,
         seconds: float | None = None,
         images: int | None = None,
@@ -329,7 +329,7 @@ class Streams:
     def compare(
         self,
         name: str,
-        to: timedelta | Snapshot | Kept | None = None,
+        to: Past = None,
         *,
         seconds: float | None = None,
         images: int | None = None,
