@@ -29,30 +29,21 @@ IMAGES = {
     "images without pixels": (torch.rand(2, 3, 0, 8), ValueError, r"could not take images of shape \(3, 0, 8\)"),
     "images on another device": (torch.rand(2, 3, 8, 8, device="meta"), ValueError, "on meta, the network on cpu"),
 }
-
-
-@pytest.mark.parametrize("call", ["__call__", "predict", "learn"])
-@pytest.mark.parametrize("case", IMAGES)
-def test_images(case, call):
-    x, error, message = IMAGES[case]
-    model = started()
-    with refused(model, error, message):
-        getattr(model, call)(x)
-    assert model(batch()).isfinite().all(), "and it goes on"
-
-
-STREAMS = {
-    "a batch for one stream": (torch.rand(6, 3, 8, 8), r"expected images \(2, B, ...\): one row of images a stream"),
-    "too many streams": (torch.rand(3, 6, 3, 8, 8), r"got \(3, 6, 3, 8, 8\)"),
+STREAMS = {  # for an adapter with two streams
+    "a batch for one stream": (torch.rand(6, 3, 8, 8), ValueError, r"images \(2, B, ...\): one row of images a stream"),
+    "too many streams": (torch.rand(3, 6, 3, 8, 8), ValueError, r"got \(3, 6, 3, 8, 8\)"),
 }
 
 
-@pytest.mark.parametrize("case", STREAMS)
-def test_images_of_several_streams(case):
-    x, message = STREAMS[case]
-    model = started(streams=2)
-    with refused(model, ValueError, message):
-        model(x)
+@pytest.mark.parametrize("call", ["__call__", "predict", "learn"])
+@pytest.mark.parametrize("case", [*IMAGES, *STREAMS])
+def test_images(case, call):
+    x, error, message = {**IMAGES, **STREAMS}[case]
+    streams = 2 if case in STREAMS else 1
+    model = started(streams)
+    with refused(model, error, message):
+        getattr(model, call)(x)
+    assert model(images(streams, 6)).isfinite().all(), "and it goes on"
 
 
 def _failing(x):
