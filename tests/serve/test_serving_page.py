@@ -17,9 +17,9 @@ from http_calls import web
 
 import tribe.serve
 from places import ROOT
-from tribe.serve import errors
+from tribe.serve import errors, protocol
 from tribe.serve.config import Limits, Policy
-from tribe.serve.protocol import MAX_JSON, ModelInfo
+from tribe.serve.protocol import ModelInfo
 from tribe.testing import images, small_network
 
 PAGE = (ROOT / "docs/serving.md").read_text()
@@ -40,8 +40,11 @@ def test_the_limits_are_those_of_the_code():
         f"has arrived | {limits.body_seconds:g}; a state: {limits.state_seconds:g} |",
         f"held at once | {limits.bodies // 2**20} MB",
         f"decoded | {limits.pixels // 10**6} million",
+        f"pixels of all images of a request | {limits.request_pixels:,} |",
         f"images of a request | {ModelInfo('x', (1,), 1).most_images:,} |",
-        f"do not count | {MAX_JSON // 2**20} MB |",
+        f"do not count | {protocol.MAX_JSON // 2**20} MB |",
+        f"beside the numbers of the images | {protocol.MAX_HEAD:,} |",
+        f"of an answer | {protocol.MAX_NUMBERS:,}; {protocol.MAX_ANSWER_NUMBERS:,} |",
         f"connections | {limits.connections} |",
     ):
         assert text in PAGE, text

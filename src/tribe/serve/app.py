@@ -264,11 +264,13 @@ class Handlers:
         headers, query = request.headers, _query(request)
         kind, id = headers.get("content-type", ""), headers.get("x-request-id")
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
-            options = kind, query, self.model, self.limits.pixels, request.path_params.get("stream"), id
+            options = kind, query, self.model, request.path_params.get("stream"), id
             asked = await asyncio.to_thread(plain.decode_predict, body, *options)
             del body
+            if not (as_npy := plain.NPY in headers.get("accept", "")):
+                self.model.check_answer(len(asked.images))
             result = await self.service.infer(asked, request.user, arrived)
-        if plain.NPY in headers.get("accept", ""):
+        if as_npy:
             return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
         return Response(await asyncio.to_thread(plain.encode_predict, result, asked, self.model), media_type=JSON)
 
@@ -310,7 +312,7 @@ class Handlers:
         if request.method == "POST":
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
-                arguments = msgspec.structs.asdict(protocol.decode_json(body.strip() or b"{}", decoder))
+                arguments = msgspec.structs.asdict(protocol.decode_json(bytes(body.strip() or b"{}"), decoder))
         if action == "create":
             await self.service.admit(name, request.user)
         elif action in ("drop", "end"):

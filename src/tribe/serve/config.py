@@ -64,7 +64,8 @@ class Limits:
 
     body: int = 32 * 2**20  # bytes of a request, also when it is unpacked; states have a limit of their own
     state: int = 1024 * 2**20  # bytes of a state that is put to a stream
-    pixels: int = 16_000_000  # of a picture, checked before it is decoded
+    pixels: int = 16_000_000  # of an image; of a picture before it is decoded
+    request_pixels: int = 2**22  # of all images of a request: a step takes memory for each, on small networks 600 bytes
     body_seconds: float = 20.0  # until a whole body must have arrived
     state_seconds: float = 600.0  # the same for a state
     idle_seconds: float = 75.0  # between two requests of a connection
@@ -74,7 +75,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         require_whole(self, "thumbnails", least=0)
-        require_whole(self, "body", "state", "pixels", "connections", "bodies")
+        require_whole(self, "body", "state", "pixels", "request_pixels", "connections", "bodies")
         for name in ("body_seconds", "state_seconds", "idle_seconds"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, f"{name} is a number of seconds, more than 0", value)

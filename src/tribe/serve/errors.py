@@ -74,7 +74,7 @@ class Conflict(ServeError):
 
 
 class TooLarge(ServeError):
-    """The body has too many bytes, or the image too many pixels."""
+    """The body has too many bytes, the images too many pixels, or the answer too many numbers."""
 
     status, code = 413, "RESOURCE_EXHAUSTED"
 

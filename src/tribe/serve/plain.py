@@ -38,7 +38,6 @@ def decode_predict(
     content_type: str,
     query: dict[str, str],
     model: ModelInfo,
-    max_pixels: int,
     stream: str | None,
     id: str | None = None,
 ) -> InferRequest:
@@ -49,7 +48,7 @@ def decode_predict(
     options = msgspec.convert(query, PredictQuery, strict=False)
     kind = _kind(body, content_type)
     if kind in (JPEG, PNG):
-        images = read_picture(body, model, max_pixels, resize=options.fit is not None)
+        images = read_picture(body, model, resize=options.fit is not None)
     else:
         values = _read_npy(body) if kind == NPY else _read_safetensors(body)
         model.check_images(tuple(values.shape))
@@ -94,7 +93,7 @@ def _kind(body: bytearray, content_type: str) -> str:
     )
 
 
-def read_picture(body: bytearray, model: ModelInfo, max_pixels: int, resize: bool = False) -> Tensor:
+def read_picture(body: bytearray, model: ModelInfo, resize: bool = False) -> Tensor:
     """Decode a JPEG or PNG to (1, C, H, W); a rotation in its EXIF data is applied.
 
     The header is checked before anything is decoded. A picture of another size than the model's is refused, unless
@@ -108,21 +107,22 @@ def read_picture(body: bytearray, model: ModelInfo, max_pixels: int, resize: boo
     try:
         with pillow.open(io.BytesIO(body), formats=("JPEG", "PNG")) as opened:
             width, height = opened.size
-            if width * height > max_pixels:
-                raise TooLarge(f"the picture has {width}x{height} pixels; expected {max_pixels:,} at most")
+            if width * height > model.most_pixels:
+                raise TooLarge(f"the picture has {width}x{height} pixels; expected {model.most_pixels:,} at most")
             if opened.mode not in EIGHT_BITS:
                 raise BadInput(f"the picture has the mode {opened.mode}; expected eight bits a channel")
             if opened.format != "PNG" and (scans := body.count(b"\xff\xda")) > MAX_SCANS:
                 raise BadInput(f"the JPEG has {scans} scans; expected {MAX_SCANS} at most: save it as an ordinary one")
             image = ImageOps.exif_transpose(opened).convert("RGB" if model.shape[0] == 3 else "L")
-    except (TooLarge, BadInput):
+    except (TooLarge, BadInput, MemoryError):
         raise
     except pillow.DecompressionBombError as error:
-        raise TooLarge(f"the picture has too many pixels ({error}); expected {max_pixels:,} at most") from None
-    except Exception as error:  # damaged bytes make Pillow fail in any way, also with a MemoryError
+        raise TooLarge(f"the picture has too many pixels ({error}); expected {model.most_pixels:,} at most") from None
+    except Exception as error:  # damaged bytes make Pillow fail in any way
         reason = str(error) or type(error).__name__
         raise BadInput(f"the picture cannot be decoded: {reason[:200]}. Send a whole JPEG or PNG") from None
     width, height = (size or own for size, own in zip((model.shape[2], model.shape[1]), image.size, strict=True))
+    model.check_pixels(1, width * height)
     if image.size != (width, height):
         if not resize:
             words = f"the picture has {'x'.join(map(str, image.size))} pixels; expected {width}x{height}"

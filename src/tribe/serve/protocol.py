@@ -5,7 +5,9 @@ sent as bytes has the parameter ``binary_data_size``; an output is returned as b
 the request's ``binary_data_output`` is true. HTTP and gRPC share all that follows the decoding of the message.
 """
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -25,6 +27,9 @@ Parameter = bool | int | float | str  # a value of the parameters of an answer
 VERSION = "1"  # of the model, in the protocol's sense: the server has one
 INPUT = "images"  # the name of the only input
 MAX_JSON = 8 * 2**20  # bytes: parsing more would delay other requests
+MAX_HEAD = 2**16  # bytes of JSON beside the numbers of the images
+MAX_DIMENSIONS = 8  # of a shape
+MAX_NUMBERS, MAX_ANSWER_NUMBERS = 2**20, 2**18  # that are not sent as bytes: in a request, in an answer
 DATATYPES = {
     "FP32": torch.float32,
     "FP16": torch.float16,
@@ -36,6 +41,8 @@ EXPECTED = f"expected {', '.join(DATATYPES)}: floating point in [0, 1], or UINT8
 SERVER, PLATFORM = "tribe", "tribe_pytorch"
 EXTENSIONS = ("binary_tensor_data", "sequence", "sequence(string_id)", "model_configuration", "parameters")
 Timeout = Annotated[int, msgspec.Meta(ge=1, le=2**53)]  # microseconds
+Size = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
+Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,8 @@ class ModelInfo:
     labels: tuple[str, ...] = ()  # names of the classes
     method: str = ""
     most_images: int = 1024  # in one request
+    most_pixels: int = 16_000_000  # of one image
+    request_pixels: int = 2**22  # of all images of a request
 
     def check(self, name: str, version: str = "") -> None:
         """Raise if this is another model or version."""
@@ -67,6 +76,21 @@ class ModelInfo:
         if not 1 <= shape[0] <= self.most_images:
             error = TooLarge if shape[0] > 1 else BadInput
             raise error(f"there are {shape[0]} images; expected 1 to {self.most_images} in one request")
+        self.check_pixels(shape[0], math.prod(shape[2:]))
+
+    def check_pixels(self, images: int, pixels: int) -> None:
+        """Raise if images of so many pixels each are too large: what a step computes takes memory for each pixel."""
+        if pixels > self.most_pixels:
+            raise TooLarge(f"an image has {pixels:,} pixels; expected {self.most_pixels:,} at most")
+        if images * pixels > self.request_pixels:
+            words = f"the images have {images * pixels:,} pixels together; expected {self.request_pixels:,} at most"
+            raise TooLarge(f"{words}. Send fewer or smaller images at once")
+
+    def check_answer(self, images: int) -> None:
+        """Raise if an answer in JSON would have too many numbers."""
+        if images * self.classes > MAX_ANSWER_NUMBERS:
+            words = f"the answer has {images * self.classes:,} numbers; expected {MAX_ANSWER_NUMBERS:,} at most in JSON"
+            raise TooLarge(f"{words}. Ask for bytes (binary_data, Accept: application/x-npy), or send fewer images")
 
     @property
     def expected(self) -> str:
@@ -126,7 +150,7 @@ class InferParameters(msgspec.Struct):
 class TensorParameters(msgspec.Struct):
     """Parameters of an input or an output; of those that are not supported only null is read."""
 
-    binary_data_size: int | None = None
+    binary_data_size: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
     binary_data: bool | None = None
     shared_memory_region: None = None
     classification: None = None
@@ -136,10 +160,10 @@ class InputTensor(msgspec.Struct):
     """The input of a request."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     datatype: str
     parameters: TensorParameters | None = None
-    data: list[Any] | None = None
+    data: msgspec.Raw = msgspec.Raw()  # numbers in JSON; not read before its size is checked
 
 
 class OutputTensor(msgspec.Struct):
@@ -152,12 +176,13 @@ class OutputTensor(msgspec.Struct):
 class InferHead(msgspec.Struct):
     """The JSON of a request."""
 
-    inputs: list[InputTensor]
-    outputs: list[OutputTensor] | None = None
+    inputs: tuple[InputTensor]
+    outputs: Annotated[list[OutputTensor], msgspec.Meta(max_length=1)] | None = None
     parameters: InferParameters | None = None
     id: str | None = None
 
 
+NUMBER_TEXT = b"0123456789+-.eE, []\t\r\n"  # what numbers in lists are written with
 HEAD = msgspec.json.Decoder(InferHead)
 
 
@@ -177,15 +202,39 @@ def decode_infer(body: Buffer, head_size: str | None, model: ModelInfo, stream_h
             "it, with the parameter binary_data_size"
         )
     view = memoryview(body)
-    return infer_request(decode_json(view[:size], HEAD), view[size:], model, stream_header)
+    head = decode_json(bytes(view[:size]), HEAD, lambda head: bytes(head.inputs[0].data))
+    request = infer_request(head, view[size:], model, stream_header)
+    if not request.binary:
+        model.check_answer(len(request.images))
+    return request
 
 
-def decode_json(content: Buffer, decoder: "msgspec.json.Decoder[T]") -> T:
-    """Return decoded JSON; also text that is not UTF-8, or is nested too deeply, raises an error of msgspec."""
+def decode_json(content: bytes, decoder: "msgspec.json.Decoder[T]", part: Callable[[T], bytes] = lambda _: b"") -> T:
+    """Return decoded JSON, in which each key occurs once: a proxy may read the other one.
+
+    What is not read for that is a ``part`` of the text: the numbers of the images. Text that is not UTF-8, or is nested
+    too deeply, raises an error of msgspec too.
+    """
     try:
-        return decoder.decode(content)
-    except (UnicodeDecodeError, RecursionError) as error:
+        value = decoder.decode(content)
+        raw = part(value)
+        rest = content.replace(raw, b"0", 1) if raw else content
+        if len(rest) > MAX_HEAD:
+            raise TooLarge(f"the JSON has {len(rest):,} bytes beside its numbers; expected {MAX_HEAD:,} at most")
+        json.loads(rest.decode(), object_pairs_hook=_check_keys, parse_int=str, parse_float=str)
+    except msgspec.MsgspecError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from None
+    return value
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Raise if an object of JSON has a key twice."""
+    names = [name for name, _ in pairs]
+    if len(names) > len(set(names)):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise msgspec.DecodeError(f"the key {twice[:40]!r} occurs twice in an object; expected once")
 
 
 def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_header: str | None) -> InferRequest:
@@ -197,7 +246,7 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
             raise BadRequest(f"no output {output.name[:40]!r}; expected {model.output!r}")
         if output.parameters is not None and output.parameters.binary_data is not None:
             binary = output.parameters.binary_data
-    images = _read_images(head.inputs, content, model)
+    images = _read_images(head.inputs[0], content, model)
     named = parameters.sequence_id
     # Triton's clients send 0 or "" for no sequence.
     stream = check_stream_name(str(named), "sequence_id") if named not in (None, "", 0) else None
@@ -209,12 +258,10 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
     return InferRequest(images, other, id, start, end, parameters.timeout, parameters.tribe_learn, binary)
 
 
-def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -> Tensor:
+def _read_images(given: InputTensor, content: Buffer, model: ModelInfo) -> Tensor:
     """Return the images of a request from writable bytes, little-endian and row by row, or from its JSON."""
-    if len(inputs) != 1 or inputs[0].name != INPUT:
-        names = ", ".join(repr(each.name[:40]) for each in inputs[:4]) or "none"
-        raise BadInput(f"the inputs are {names}; expected one input with the name {INPUT!r}")
-    given = inputs[0]
+    if given.name != INPUT:
+        raise BadInput(f"the input is {given.name[:40]!r}; expected one with the name {INPUT!r}")
     shape, size = given.shape, None if given.parameters is None else given.parameters.binary_data_size
     model.check_images(shape)
     if given.datatype not in DATATYPES:
@@ -229,11 +276,7 @@ def _read_images(inputs: list[InputTensor], content: Buffer, model: ModelInfo) -
         return as_images(torch.frombuffer(content, dtype=DATATYPES[given.datatype])).reshape(shape)
     if content:
         raise BadInput(f"{len(content)} bytes follow the JSON, but the input has no parameter binary_data_size")
-    if given.data is None:
-        raise BadInput(
-            "the input has no data; expected numbers in 'data', or bytes with the parameter binary_data_size"
-        )
-    return _images_from_numbers(given.data, given.datatype, shape)
+    return _images_from_numbers(bytes(given.data), given.datatype, shape)
 
 
 def as_images(values: Tensor) -> Tensor:
@@ -241,17 +284,31 @@ def as_images(values: Tensor) -> Tensor:
     return values / 255 if values.dtype == torch.uint8 else values.to(torch.float32, copy=True)
 
 
-def _images_from_numbers(data: list[Any], datatype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return images (B, ...) from the numbers of a JSON text, in nested lists or in one."""
+def _images_from_numbers(text: bytes, datatype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return images (B, ...) from numbers in JSON, in nested lists or in one. They are counted before they are read."""
+    if text in (b"", b"null"):
+        raise BadInput(
+            "the input has no data; expected numbers in 'data', or bytes with the parameter binary_data_size"
+        )
     kinds, expected = ("ui", "integers from 0 to 255") if datatype == "UINT8" else ("uif", "numbers")
+    if (count := math.prod(shape)) > MAX_NUMBERS:
+        words = f"the data has {count:,} numbers; expected {MAX_NUMBERS:,} at most. Send the images as bytes"
+        raise TooLarge(f"{words} after the JSON, with the parameter binary_data_size")
+    if text.translate(None, NUMBER_TEXT):
+        raise BadInput(f"the data of the images cannot be read; expected {expected} in lists")
+    if (found := text.count(b",") + 1) != count:
+        raise BadInput(f"the data has {found:,} numbers; expected {count:,}, for the shape {shape}")
+    nested = sum(math.prod(shape[:i]) for i in range(len(shape)))
+    if text.count(b"[") not in (1, nested):
+        raise BadInput(f"the lists of the data do not have the shape {shape}; expected it, or one list of its numbers")
     try:
-        array = np.asarray(data)
+        array = np.asarray(msgspec.json.decode(text))
     except ValueError as error:
-        raise BadInput(f"the data of the images cannot be read: {error}") from error
+        raise BadInput(f"the data of the images cannot be read: {error}") from None
+    if array.shape not in ((count,), shape):
+        raise BadInput(f"the data has the shape {array.shape}; expected {shape}, or one list of its numbers")
     if array.dtype.kind not in kinds or (datatype == "UINT8" and not 0 <= array.min() <= array.max() <= 255):
         raise BadInput(f"the data of the images cannot be read; expected {expected}")
-    if array.size != math.prod(shape) or array.shape not in ((array.size,), shape):
-        raise BadInput(f"the data has the shape {array.shape}; expected {shape}, or one list of its numbers")
     return as_images(torch.from_numpy(array).to(DATATYPES[datatype])).reshape(shape)
 
 

@@ -10,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from tribe.serve import protocol
-from tribe.serve.errors import EXPECTED, BadInput, BadRequest, as_serve_error
-from tribe.serve.protocol import VERSION, InferHead, InferRequest, infer_request
+from tribe.serve.errors import EXPECTED, BadInput, BadRequest, TooLarge, as_serve_error
+from tribe.serve.protocol import MAX_DIMENSIONS, MAX_NUMBERS, VERSION, InferHead, InferRequest, infer_request
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
 
 grpc: Any = importlib.import_module("grpc")
 messages: Any = importlib.import_module("tribe.serve.open_inference_pb2")
-CONTENTS = {"FP32": "fp32_contents", "FP64": "fp64_contents", "UINT8": "uint_contents"}
+CONTENTS = {  # datatype -> field of a message, its numbers, those of the datatype
+    "FP32": ("fp32_contents", np.float32, np.float32),
+    "FP64": ("fp64_contents", np.float64, np.float64),
+    "UINT8": ("uint_contents", np.uint32, np.uint8),
+}
+MAX_PARAMETERS = 64  # of a request or a tensor
 MAX_METADATA = 16 * 2**10  # bytes
 GRACE = 10.0  # seconds that open calls get when the server stops
 log = logging.getLogger("tribe.serve")
@@ -151,26 +157,37 @@ class Calls:
 
 def decode_message(message: Any, model: protocol.ModelInfo, stream_header: str | None) -> InferRequest:
     """Return the request in a message: what `protocol.decode_infer` is for HTTP."""
-    inputs = [_tensor(each) | {"shape": list(each.shape), "datatype": each.datatype} for each in message.inputs]
+    if len(message.inputs) != 1 or len(message.outputs) > 1 or len(message.inputs[0].shape) > MAX_DIMENSIONS:
+        raise BadRequest(f"expected one input, with at most {MAX_DIMENSIONS} dimensions, and at most one output")
+    (given,) = message.inputs
+    raw = message.raw_input_contents
+    if len(raw) > 1 or (raw and given.HasField("contents")):
+        raise BadInput("expected the images either in raw_input_contents, once, or in contents")
+    content = bytearray(raw[0]) if raw else _contents(given)
+    tensor = _tensor(given) | {"shape": list(given.shape), "datatype": given.datatype}
+    tensor["parameters"]["binary_data_size"] = len(content)
     head = {
-        "inputs": inputs,
+        "inputs": [tensor],
         "outputs": [_tensor(each) for each in message.outputs],
         "parameters": _parameters(message.parameters),
         "id": message.id or None,
     }
-    content = bytearray()
-    if message.raw_input_contents:
-        if len(message.raw_input_contents) != 1 or any(each.HasField("contents") for each in message.inputs):
-            raise BadInput("expected the images either in raw_input_contents, once, or in contents")
-        content += message.raw_input_contents[0]
-        for each in inputs:
-            each["parameters"]["binary_data_size"] = len(content)
-    else:
-        for each, given in zip(inputs, message.inputs, strict=True):
-            if given.datatype not in CONTENTS:
-                raise BadInput(f"{given.datatype[:20]!r} has no contents in a message; send raw_input_contents")
-            each["data"] = list(getattr(given.contents, CONTENTS[given.datatype]))
     return infer_request(msgspec.convert(head, InferHead), content, model, stream_header)
+
+
+def _contents(given: Any) -> bytearray:
+    """Return the bytes of the numbers of an input."""
+    if given.datatype not in CONTENTS:
+        raise BadInput(f"{given.datatype[:20]!r} has no contents in a message; send raw_input_contents")
+    name, wide, narrow = CONTENTS[given.datatype]
+    numbers = getattr(given.contents, name)
+    if len(numbers) > MAX_NUMBERS:
+        words = f"the contents have {len(numbers):,} numbers; expected {MAX_NUMBERS:,} at most"
+        raise TooLarge(f"{words}. Send raw_input_contents")
+    array = np.fromiter(numbers, wide, len(numbers))
+    if narrow == np.uint8 and array.max(initial=0) > 255:
+        raise BadInput("the contents of the images cannot be read; expected integers from 0 to 255")
+    return bytearray(array.astype(narrow))
 
 
 def _tensor(given: Any) -> dict[str, Any]:
@@ -178,5 +195,7 @@ def _tensor(given: Any) -> dict[str, Any]:
 
 
 def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    if len(given) > MAX_PARAMETERS:
+        raise BadRequest(f"there are {len(given):,} parameters; expected {MAX_PARAMETERS} at most")
     choices = {name: value.WhichOneof("parameter_choice") for name, value in given.items()}
     return {name: getattr(given[name], chosen) for name, chosen in choices.items() if chosen is not None}

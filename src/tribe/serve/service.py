@@ -1,7 +1,9 @@
 """A worker and its users, shared by HTTP and gRPC: check the rights, call the worker, keep the last frames."""
 
+import dataclasses
 import io
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tribe.data.images import require_pillow
+from tribe.fields import require
 from tribe.serve.config import Limits
 from tribe.serve.errors import NotFound, TooMany, Unavailable
 from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
@@ -80,7 +83,12 @@ class Service:
         limits: Limits | None = None,
         store: StreamStore | None = None,
     ) -> None:
-        self.worker, self.model, self.access, self.limits = worker, model, access or Access(), limits or Limits()
+        self.worker, self.access, self.limits = worker, access or Access(), limits or Limits()
+        pixels, total = self.limits.pixels, self.limits.request_pixels
+        self.model = dataclasses.replace(model, most_pixels=pixels, request_pixels=total)
+        least = math.prod(size or 1 for size in model.shape[1:])
+        words = f"an image of the model has {least:,} pixels, and limits.pixels and limits.request_pixels allow as many"
+        require(least <= min(pixels, total), words, (pixels, total))
         self.store = store
         self.thumbnails = Thumbnails(self.limits.thumbnails)
         self.ready = False  # between the start of the worker and its stop
