@@ -88,12 +88,10 @@ class ExperimentRunner:
                 warnings.warn(f"{text}: computed again", stacklevel=3)
                 del streams[seed]
             elif self.settings.keep_outputs:
-                try:
-                    (record,) = Result(experiment, self.store.root, {seed: stream}).records()
-                    has_outputs = record.outputs is not None
-                except (OSError, ValueError):
-                    has_outputs = False
-                if not has_outputs:
+                outputs = None
+                with contextlib.suppress(OSError, ValueError):
+                    outputs = Result(experiment, self.store.root, {seed: stream}).records()[0].outputs
+                if outputs is None:
                     del streams[seed]
         return streams
 

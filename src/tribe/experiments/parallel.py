@@ -91,15 +91,12 @@ def run_all(
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
     settings = RunSettings(str(root), every, force, keep_outputs, command)
     runner = ExperimentRunner(settings, workbench, todo if workers is None else ())
-    if workers is None:
-        engine = Engine(runner, progress)
-    else:
+    if workers is not None:
         _refuse_custom(todo, runner.store)
-        engine = (
-            PoolEngine(runner, progress, workers)
-            if isinstance(workers, int)
-            else RayEngine(runner, progress, workers, gpus)
-        )
+    if isinstance(workers, int):
+        engine: Engine = PoolEngine(runner, progress, workers)
+    else:
+        engine = Engine(runner, progress) if workers is None else RayEngine(runner, progress, workers, gpus)
     with contextlib.closing(engine):
         outcomes = _run_until_done(engine, todo, retries, done)
     return [outcomes[experiment] for experiment in requested]

@@ -12,7 +12,7 @@ from tribe.cli.commands import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import messages, print_json, shown
 from tribe.data.datasets.files import data_root
-from tribe.data.datasets.generation import BENCHMARKS, GenerationProgress, generate
+from tribe.data.datasets.generation import GenerationProgress, generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 

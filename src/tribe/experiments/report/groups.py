@@ -9,7 +9,6 @@ import math
 import re
 import warnings
 import zipfile
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -22,7 +21,7 @@ from tribe import methods
 from tribe.data import datasets
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.record import Record, Watched
+from tribe.experiments.record import UNREADABLE, Record, Watched
 from tribe.experiments.spec import by_place, plain, with_whole_numbers
 from tribe.experiments.statistics import Spread, spread
 from tribe.experiments.store import PACK, Result, ResultStore, changed, record_path
@@ -35,7 +34,6 @@ ROOM = "room"  # a field that `tribe run` raises for larger images
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
 Fields = Mapping[str, Any]
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
-UNREADABLE = (ValueError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 class Column(NamedTuple):
@@ -174,7 +172,7 @@ def collect(folder: str | PathLike[str]) -> Runs:
         path = file.relative_to(root).as_posix()
         try:
             found += _read(file, path, environments)
-        except UNREADABLE as error:
+        except (*UNREADABLE, MemoryError) as error:
             damaged.append((path, f"{error}".replace(str(file), "the file") or type(error).__name__))
     for result in results:
         found += _without_record(result, root, damaged)
