@@ -4,7 +4,9 @@ With TRIBE_SKIPS in the environment, a test may be skipped only for a reason tha
 other skip fails the session. Continuous integration sets it, so that a missing package or program is noticed.
 """
 
+import asyncio
 import gc
+import inspect
 import os
 import re
 
@@ -27,6 +29,15 @@ def pytest_collection_finish():
     """Let the garbage collector look at what tests make, and not at ten thousand tests and all modules each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Run an async test in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(pyfuncitem.obj(**given))
+    return True
 
 
 class SkipCheck:

@@ -1,23 +1,12 @@
 """Servers that listen on a free port of this machine, each with a worker that really adapts; and empty stores."""
 
-import asyncio
 import contextlib
-import inspect
 
 import pytest
 from small_server import has_grpc, listening
 
 from stores import KINDS, Clock, open_kind, write
 from tribe.serve.config import Limits
-
-
-def pytest_pyfunc_call(pyfuncitem):
-    """Run an async test in an event loop of its own."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    given = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    asyncio.run(pyfuncitem.obj(**given))
-    return True
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,18 @@ def test_a_closed_store_is_down(written):
             action()
 
 
+def test_streams_are_counted_by_the_beginning_of_their_names(store):
+    names = ["a", "b-1", "b-10", "b-2", "b:x", "bA", "c._"]
+    claims = {name: store.claim(name, "w", 10) for name in names}
+    store.release(claims["b-2"])
+    counted = {prefix: store.count(prefix) for prefix in ("", "b", "b-1", "b-10", "b-100", "c.", "z")}
+    assert counted == {"": 7, "b": 5, "b-1": 2, "b-10": 1, "b-100": 0, "c.": 1, "z": 0}
+    store.delete(claims["b-1"])
+    store.delete(store.claim("a", "w", 10))
+    assert (store.count(), store.count("b"), store.count("b-1")) == (5, 4, 1)
+    assert all(store.count(prefix) == len(store.list(prefix)) for prefix in ("", "a", "b", "b-", "b-1"))
+
+
 def test_pages_of_streams_are_in_order(store):
     names = ["a", "b-1", "b-10", "b-2", "b:x", "bA", "c._"]
     for name in reversed(names):

@@ -51,7 +51,8 @@ PAGE_HEADERS = {
 class StreamsQuery(msgspec.Struct, forbid_unknown_fields=True):
     """The query of ``GET /v1/streams``."""
 
-    stored: bool = False  # also the names of the streams in the store
+    stored: bool = False  # also names of the streams in the store, in order, a page of them
+    after: str = ""  # the last name of the page before
 
 
 class MetricsQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -283,13 +284,13 @@ class Handlers:
         return Response(status_code=200 if self.service.ready else 503)
 
     async def streams(self, request: Request) -> Response:
-        """Answer GET /v1/streams; ``?stored=true``: also with the names of those in the store."""
+        """Answer GET /v1/streams; ``?stored=true``: also with a page of the names of those in the store."""
         query = msgspec.convert(_query(request), StreamsQuery, strict=False)
         answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
         found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
         answer["streams"] = [self._with_thumbnail(each) for each in found]
         if query.stored:
-            answer["stored"] = sorted(await self.worker.stored(request.user.token.streams))
+            answer["stored"] = await self.worker.stored(request.user.token.streams, query.after)
         return as_json(answer)
 
     async def stream(self, request: Request) -> Response:

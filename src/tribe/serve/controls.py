@@ -67,12 +67,10 @@ class Controls:
 
     async def _owned(self, stream: str) -> StreamSession:
         """Return a stream that is here or in the store, and that this worker owns; none is made."""
-        session, store = self.sessions.ready(stream), self.runtime.store
+        session = self.sessions.ready(stream)
         if session is None:
-            if stream not in self.sessions.by_name:
-                entry = None if store is None else await self.runtime.run("claims", lambda: store.entry(stream))
-                if entry is None:
-                    raise UnknownStream(f"no stream {stream!r}: its first request makes it")
+            if not await self.sessions.exists(stream):
+                raise UnknownStream(f"no stream {stream!r}: its first request makes it")
             session = await self.sessions.open(stream)
         if (reason := self.sessions.blocked(stream)) in ("owner", "lease"):
             why = "its lease was not renewed in time" if reason == "lease" else "another worker owns it"
@@ -182,7 +180,7 @@ class Controls:
                 return await self.runtime.run("states", lambda: self.fleet.to_bytes(stream))
         stored = None
         if store is not None:
-            stored, _ = await self.runtime.run("claims", lambda: read_intact(store, stream))
+            stored, _ = await self.runtime.run("lookups", lambda: read_intact(store, stream))
         if stored is None:
             raise UnknownStream(f"no stream {stream!r}, or it has learned nothing yet")
         return stored.blob

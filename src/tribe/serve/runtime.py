@@ -18,7 +18,7 @@ from tribe.streams import Fleet
 T = TypeVar("T")
 Role = Literal["owned", "followed", "unreachable"]
 Mark = tuple[int, int, float | None]  # generation, clock and time of a stored state, which identify it
-Thread = Literal["step", "predict", "claims", "states", "writer"]
+Thread = Literal["step", "predict", "claims", "lookups", "states", "writer"]
 log = logging.getLogger("tribe.serve")
 
 
@@ -92,8 +92,8 @@ class Runtime:
     """Hold the parts that a worker's sessions, writer and controls share. Use it on one event loop.
 
     Each thread does one thing after another. ``step`` and ``predict`` run the model, so that a prediction never waits
-    for a step; ``claims`` asks the store for claims, ``states`` changes the fleet, and may wait for a step; ``writer``
-    writes states to the store.
+    for a step; ``claims`` renews and ends claims, which must wait for nothing else; ``lookups`` asks the store for
+    streams, and claims new ones; ``states`` changes the fleet, and may wait for a step; ``writer`` writes states.
     """
 
     fleet: Fleet

@@ -136,15 +136,13 @@ class Service:
 
     async def admit(self, stream: str, user: Principal) -> None:
         """Raise for a stream that does not exist, if the token may not create it or has as many as it may."""
-        if stream in self.worker.sessions.by_name:
-            return
-        names = {*filter(user.can_access, self.worker.sessions.by_name), *await self.worker.stored(user.token.streams)}
-        if stream in names:
+        sessions, most = self.worker.sessions, user.token.most_streams
+        if await sessions.exists(stream):
             return
         if "create" not in user.rights:
             raise NotFound(f"no stream {stream!r}, and the token {user.token.name!r} may not create one")
-        if user.token.most_streams is not None and len(names) >= user.token.most_streams:
+        if most is not None and (count := await sessions.count(user.token.streams)) >= most:
             raise TooMany(
-                f"the token {user.token.name!r} has {len(names)} streams, as many as it may; delete one with "
+                f"the token {user.token.name!r} has {count} streams, as many as it may; delete one with "
                 "DELETE /v1/streams/NAME first"
             )

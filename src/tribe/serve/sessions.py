@@ -132,7 +132,7 @@ class Sessions:
             owner, lease = self.runtime.owner, self.policy.lease
             try:
                 look = partial(look_up, writer.store, name, owner, lease, session.mark)
-                await self._load(session, await self.runtime.run("claims", look), asked)
+                await self._load(session, await self.runtime.run("lookups", look), asked)
             except StoreDown as error:
                 writer.note_failure(error)
                 if session.looked_up is None:
@@ -168,6 +168,21 @@ class Sessions:
             session.role = "followed"
             words = "another worker owns it: predictions come from its last stored state"
             self.runtime.events.add("followed", words, name)
+
+    async def exists(self, name: str) -> bool:
+        """Return whether there is a stream, here or in the store."""
+        store = self.store
+        if name in self.by_name or store is None:
+            return name in self.by_name
+        return await self.runtime.run("lookups", lambda: store.entry(name)) is not None
+
+    async def count(self, prefix: str) -> int:
+        """Return how many streams, here and in the store, have names that begin so."""
+        here, store = [session for name, session in self.by_name.items() if name.startswith(prefix)], self.store
+        if store is None:
+            return len(here)
+        unstored = sum(session.role == "unreachable" for session in here)
+        return unstored + await self.runtime.run("lookups", lambda: store.count(prefix))
 
     def blocked(self, name: str) -> str | None:
         """Return why a stream must not learn now: owner, lease or lag; None: it may."""

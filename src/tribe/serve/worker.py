@@ -333,20 +333,12 @@ class Worker:
             return session.role
         return "frozen" if session.report.get("frozen") else self.sessions.blocked(session.name) or "learning"
 
-    async def stored(self, prefix: str = "") -> set[str]:
-        """Return the names of the streams in the store that begin so; without a store there are none."""
+    async def stored(self, prefix: str = "", after: str = "") -> list[str]:
+        """Return the names of streams in the store that begin so and come after one, in order: at most `PAGE`."""
         store = self.store
         if store is None:
-            return set()
-
-        def names() -> set[str]:
-            found, after = set[str](), ""
-            while entries := store.list(prefix, after=after):
-                found |= {entry.stream for entry in entries}
-                after = entries[-1].stream
-            return found
-
-        return await self.runtime.run("claims", names)
+            return []
+        return [entry.stream for entry in await self.runtime.run("lookups", lambda: store.list(prefix, after=after))]
 
     def metrics_text(self, streams: bool = False) -> str:
         """Return the metrics as Prometheus reads them; ``streams``: with gauges of single streams, up to a limit."""

@@ -204,6 +204,10 @@ class StreamStore(ABC):
         """Return at most ``limit`` rows of streams whose names begin with a prefix and come ``after`` one, by name."""
 
     @abstractmethod
+    def count(self, prefix: str = "") -> int:
+        """Return how many streams have names that begin with a prefix, without listing them."""
+
+    @abstractmethod
     def delete(self, claim: Claim) -> None:
         """Delete a stream's states, or raise `Fenced` if the claim is not the stream's current one.
 

@@ -246,11 +246,16 @@ class RedisStore(StreamStore):
 
     def list(self, prefix: str = "", limit: int = store.PAGE, after: str = "") -> store.Entries:
         """Return rows of streams; see `StreamStore.list`."""
-        least = f"({after}" if after >= prefix and after else f"[{prefix}"
+        least, most = _range(prefix)
+        least = b"(" + after.encode() if after >= prefix and after else least
         with self._explained():
-            most = b"(" + prefix.encode() + b"\xff"  # a byte after all those of UTF-8
-            names = self._client.zrangebylex(self._all, least.encode(), most, start=0, num=limit)
+            names = self._client.zrangebylex(self._all, least, most, start=0, num=limit)
         return self._entries([name.decode() for name in names])
+
+    def count(self, prefix: str = "") -> int:
+        """Return how many streams begin so; see `StreamStore.count`."""
+        with self._explained():
+            return int(self._client.zlexcount(self._all, *_range(prefix)))
 
     def _entries(self, streams: Sequence[str]) -> store.Entries:
         fields = ["owner", "generation", "expires", *(f"{store.CURRENT}:{e}" for e in ("clock", "bytes", "written"))]
@@ -333,6 +338,11 @@ class RedisStore(StreamStore):
             reason = next(REASONS[kind] for kind in kinds if kind in REASONS)
             reason = "it cannot write to its disk. Check the disk of the server" if DISK in text else reason
             raise StoreDown(f"the Redis server {self.place}: {reason} ({type(error).__name__}: {text})") from error
+
+
+def _range(prefix: str) -> tuple[bytes, bytes]:
+    """Return the ends of the names that begin with a prefix, in a sorted set."""
+    return b"[" + prefix.encode(), b"(" + prefix.encode() + b"\xff"  # a byte after all those of UTF-8
 
 
 def _holder(owner: bytes | None, generation: bytes | None) -> tuple[str | None, int | None]:

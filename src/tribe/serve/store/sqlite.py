@@ -190,6 +190,13 @@ class SqliteStore(StreamStore):
         where = "s.stream >= ? AND s.stream < ? AND s.stream > ? ORDER BY s.stream LIMIT ?"
         return self._entries(where, prefix, prefix + LAST_CHARACTER, after, limit)
 
+    def count(self, prefix: str = "") -> int:
+        """Return how many streams begin so; see `StreamStore.count`."""
+        query = "SELECT count(*) FROM streams WHERE stream >= ? AND stream < ? AND NOT deleted"
+        with self._ledger.reading() as rows:
+            ((count,),) = rows.execute(query, (prefix, prefix + LAST_CHARACTER))
+        return int(count)
+
     def _entries(self, where: str, *values: str | int) -> store.Entries:
         with self._ledger.reading() as rows:
             found, now = rows.execute(ENTRIES + where, values).fetchall(), self._now()
