@@ -1,13 +1,12 @@
 """The web application: a Starlette application of one worker, with the handler of each path."""
 
 import asyncio
-import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -17,11 +16,13 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from tribe.serve import errors, plain, protocol
+from tribe.serve.decoding import PIECE, Decoders, Unpacker
 from tribe.serve.errors import EXPECTED, BadRequest, NotFound, as_serve_error
-from tribe.serve.protocol import VERSION
+from tribe.serve.protocol import VERSION, InferResult
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
 
+T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 LARGE, LARGE_JSON = 2**20, 2**16  # bytes that are decoded in a thread, so that the event loop goes on
@@ -33,7 +34,6 @@ METRICS = "text/plain; version=0.0.4; charset=utf-8"
 SINGLE = (  # headers of which a request may have one only: a proxy may read the other one
     *("x-tribe-stream", "inference-header-content-length", "content-encoding", "authorization", "host", "origin"),
 )
-WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot", "rollback")  # on a stream
 PAGE = {  # path -> file, type
     "/": ("page.html", "text/html"),
@@ -139,8 +139,8 @@ def as_json(value: Any, status: int = 200) -> Response:
 class Bodies:
     """Reads bodies, and bounds the bytes of all that the server holds at the same time."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.used = limit, 0
+    def __init__(self, limit: int, decoders: Decoders) -> None:
+        self.limit, self.used, self.decoders = limit, 0, decoders
 
     @asynccontextmanager
     async def read(self, request: Request, limit: int, seconds: float) -> AsyncIterator[bytearray]:
@@ -163,35 +163,37 @@ class Bodies:
                 raise errors.TooSlow(words) from None
             encoding = request.headers.get("content-encoding", "identity").lower()
             if encoding != "identity":
-                body = await asyncio.to_thread(decompress, body, encoding, limit)
-                taken += self._take(len(body))
+                unpacker, body = Unpacker(body, encoding), bytearray()
+                while not unpacker.done:
+                    taken += self._take(PIECE)
+                    piece = await self.decoders.run(request.user, unpacker.read)
+                    body += piece
+                    self.used -= PIECE - len(piece)
+                    taken -= PIECE - len(piece)
+                    if len(body) > limit:
+                        words = f"the body has more than {limit:,} bytes when it is unpacked"
+                        raise errors.TooLarge(f"{words}. Send fewer images at once")
+                del unpacker
             given = [body]
             del body  # the block alone holds it, and may free it before its end
             yield given.pop()
         finally:
             self.used -= taken
 
+    @contextmanager
+    def hold(self, count: int) -> Iterator[None]:
+        """Count the bytes of images, which are up to 50 times those of a picture, until the block ends."""
+        self._take(count)
+        try:
+            yield
+        finally:
+            self.used -= count
+
     def _take(self, count: int) -> int:
         if self.used + count > self.limit:
             raise errors.Unavailable(f"the server holds {self.used:,} bytes of other requests; try again")
         self.used += count
         return count
-
-
-def decompress(body: bytearray, encoding: str, limit: int) -> bytearray:
-    """Return the bytes of a compressed body, at most ``limit``."""
-    if encoding not in WINDOW_BITS:
-        raise errors.WrongType(f"the body has the encoding {encoding[:40]!r}; expected gzip, deflate or none")
-    decompressor = zlib.decompressobj(WINDOW_BITS[encoding])
-    try:
-        content = decompressor.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise BadRequest(f"the body is not {encoding}: {error}") from None
-    if len(content) > limit:
-        raise errors.TooLarge(f"the body has more than {limit:,} bytes when it is unpacked. Send fewer images at once")
-    if not decompressor.eof:
-        raise BadRequest(f"the body ends before its {encoding} data does: it was cut short")
-    return bytearray(content)
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -203,7 +205,8 @@ class Handlers:
     def __init__(self, service: Service) -> None:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
         self.responses = self.worker.metrics.responses
-        self.bodies = Bodies(service.limits.bodies)
+        self.decoders = Decoders()
+        self.bodies = Bodies(service.limits.bodies, self.decoders)
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
 
     def check(self, request: Request, public: bool) -> None:
@@ -248,13 +251,12 @@ class Handlers:
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             in_thread = len(body) > (LARGE_JSON if head_size is None else LARGE)
             decode = partial(protocol.decode_infer, body, head_size, self.model, stream)
-            asked = await asyncio.to_thread(decode) if in_thread else decode()
+            asked = await self.decoders.run(request.user, decode) if in_thread else decode()
             del body, decode
-            result = await self.service.infer(asked, request.user, arrived)
-        if result.logits.numel() > MANY:
-            content, size = await asyncio.to_thread(protocol.encode_infer, result, asked, self.model)
-        else:
-            content, size = protocol.encode_infer(result, asked, self.model)
+            with self.bodies.hold(asked.images.nbytes):
+                result = await self.service.infer(asked, request.user, arrived)
+        encode = partial(protocol.encode_infer, result, asked, self.model)
+        content, size = await self._encode(request, result, encode)
         if size is None:
             return Response(content, media_type=JSON)
         return Response(content, headers={"inference-header-content-length": str(size)}, media_type=BINARY)
@@ -266,14 +268,21 @@ class Handlers:
         kind, id = headers.get("content-type", ""), headers.get("x-request-id")
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             options = kind, query, self.model, request.path_params.get("stream"), id
-            asked = await asyncio.to_thread(plain.decode_predict, body, *options)
-            del body
+            decode = partial(plain.decode_predict, body, *options)
+            asked = await self.decoders.run(request.user, decode)
+            del body, decode
             if not (as_npy := plain.NPY in headers.get("accept", "")):
                 self.model.check_answer(len(asked.images))
-            result = await self.service.infer(asked, request.user, arrived)
+            with self.bodies.hold(asked.images.nbytes):
+                result = await self.service.infer(asked, request.user, arrived)
         if as_npy:
             return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
-        return Response(await asyncio.to_thread(plain.encode_predict, result, asked, self.model), media_type=JSON)
+        encode = partial(plain.encode_predict, result, asked, self.model)
+        return Response(await self._encode(request, result, encode), media_type=JSON)
+
+    async def _encode(self, request: Request, result: InferResult, encode: Callable[[], T]) -> T:
+        """Encode an answer, in a thread if it is large."""
+        return await self.decoders.run(request.user, encode) if result.logits.numel() > MANY else encode()
 
     async def live(self, request: Request) -> Response:
         """Answer GET /v2/health/live: the process answers."""
