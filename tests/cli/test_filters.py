@@ -45,7 +45,6 @@ def test_a_custom_method_takes_a_filter_and_its_file_counts(mine, workbench):
     assert method_names(f"{mine}:Mine,{mine}:Mine+time,+tribe+cofa") == ["mine", "mine+time", "tribe+cofa"]
     experiment = planned(workbench, "mine+time", within="batch", rate=0.2)
     assert experiment.method.code == code_at(str(mine))
-    assert experiment.without_filter == planned(workbench, "mine", rate=0.2)
     (sent,) = custom_code(experiment)
     assert (sent.name, sent.attribute, sent.content) == ("mine", "Mine", mine.read_bytes())
     with pytest.raises(ValueError, match="did you mean 'time'"):

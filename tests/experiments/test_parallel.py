@@ -9,7 +9,6 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -18,16 +17,13 @@ import torch
 import layouts
 import tribe
 from grid import DATA, STREAM, run_experiment
-from tribe import scenarios
 from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
-from tribe.data.scenarios import Scenario, Schedule
-from tribe.experiments import execution
-from tribe.experiments.execution import ExperimentRunner, RunSettings, in_groups
+from tribe.experiments.execution import RunSettings
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import Failure, run_all
 from tribe.experiments.spec import ComponentSpec
-from tribe.experiments.store import Result, ResultStore
+from tribe.experiments.store import Result
 from tribe.experiments.workbench import Workbench
 from tribe.experiments.workers import custom_code, make_job, run_job
 
@@ -155,93 +151,6 @@ def test_what_another_process_computes_is_left_for_the_end(workbench, tmp_path):
 
         run_all([busy, free], tmp_path, workbench=workbench, done=done)
     assert order == [free, busy]
-
-
-ALWAYS = {"evidence_on": 0.0, "evidence_drift": 0.0}  # short streams give little evidence
-METHODS = ("bn", ComponentSpec("bn+time", ALWAYS), ComponentSpec("bn+time", {"within": "batch", **ALWAYS}), "bn+cofa")
-
-
-@dataclass(frozen=True)
-class Short(Scenario):
-    """Bursts of nine digits; the stream goes back to the source once."""
-
-    def schedule(self, labels, seed):
-        images = [(labels[0] == c).nonzero().flatten()[seed : seed + 9] for c in range(10)]
-        index = torch.cat(images)
-        return Schedule(torch.zeros_like(index), index, torch.arange(90) == 50)
-
-
-@pytest.fixture(scope="module")
-def filtered():
-    """Experiments that differ in the time filter alone."""
-    scenarios.registry.register("short")(Short)
-    options = {"seeds": (0, 1), "batch": 16, "workbench": Workbench(device="cpu")}
-    yield [Experiment.of(DATA, "compact", "short", method, **options) for method in METHODS]
-    scenarios.registry._classes.pop("short")
-
-
-@pytest.fixture(scope="module")
-def separate(filtered, tmp_path_factory):
-    root = tmp_path_factory.mktemp("separate")
-    return [run_experiment(e, root) for e in filtered]
-
-
-@pytest.fixture
-def played(monkeypatch):
-    """The names of the methods that were played to the end."""
-    names, run = [], execution.run
-
-    def counting(net, method, *rest, **options):
-        records = run(net, method, *rest, **options)
-        names.append(method.name)
-        return records
-
-    monkeypatch.setattr(execution, "run", counting)
-    return names
-
-
-def test_one_play_gives_the_results_of_separate_runs(filtered, separate, played, tmp_path):
-    for one, other in zip(run_all(filtered, tmp_path), separate, strict=True):
-        same(one, other)
-    assert played == ["bn"]
-    assert len({str(r.records()[0].confidence.tolist()) for r in separate}) == len(METHODS), "all filters differ"
-    assert not list(tmp_path.glob("*/checkpoint*"))
-
-
-def test_the_method_alone_need_not_be_requested(filtered, separate, played, tmp_path):
-    for one, other in zip(run_all(filtered[1:3], tmp_path), separate[1:3], strict=True):
-        same(one, other)
-    assert played == ["bn"]
-    same(ResultStore(tmp_path).find(filtered[0]), separate[0])
-
-
-def test_a_shared_play_that_was_stopped_goes_on(filtered, separate, played, tmp_path):
-    def stop(done, of, wrong):
-        if done == 4:
-            raise KeyboardInterrupt
-
-    runner, batches = ExperimentRunner(RunSettings(tmp_path), planned=filtered[1:3]), []
-    with pytest.raises(KeyboardInterrupt):
-        runner.run(filtered[1], progress=stop)
-    first = runner.run(filtered[1], progress=lambda done, *_: batches.append(done))
-    assert batches[0] == 4, "from the checkpoint on"
-    same(first, separate[1])
-    same(runner.run(filtered[2]), separate[2])
-    assert played == ["bn"]
-
-
-def test_too_many_outputs_are_not_kept(filtered, played, tmp_path, monkeypatch):
-    images = filtered[0].parts.stream.images
-    monkeypatch.setattr(execution, "MOST_NUMBERS", 10 * images - 1)
-    run_all(filtered[1:3], tmp_path)
-    assert played == ["bn+time", "bn+time"]
-
-
-def test_groups_stand_together_with_the_method_alone_first(filtered):
-    bn, timed, _, cofa = filtered
-    other = dataclasses.replace(bn, batch=8)
-    assert in_groups([timed, other, cofa, bn]) == [bn, timed, cofa, other]
-    assert cofa.without_filter == timed.without_filter == bn == bn.without_filter
 
 
 @pytest.mark.parametrize("where", ["here", pytest.param("ray", marks=pytest.mark.slow)])

@@ -6,29 +6,27 @@ import datetime
 import itertools
 import math
 import warnings
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, NamedTuple
 
 import torch
 
+from tribe.core.backbone import Backbone
 from tribe.core.precision import float32_precision
 from tribe.experiments import metrics
 from tribe.experiments.experiment import Experiment, difference
 from tribe.experiments.provenance import commit, machine
 from tribe.experiments.record import Record
-from tribe.experiments.replay import replay
 from tribe.experiments.runner import Progress, run
 from tribe.experiments.store import CHECKPOINT, Result, ResultStore, StreamResult, changed, component_digests
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Parts, Workbench, in_precision
 from tribe.io.files import exclusive
 from tribe.io.states import StateFileError
-from tribe.methods import Pipeline
+from tribe.methods import AnyMethod
 
 EVERY = 50  # batches between checkpoints
-MOST_NUMBERS = 2**28  # outputs that are kept in memory: 1 GiB, such as 268,000 images of 1,000 classes
 
 
 class RunSettings(NamedTuple):
@@ -42,19 +40,11 @@ class RunSettings(NamedTuple):
 
 
 class ExperimentRunner:
-    """Runs experiments, one after the other, with one store.
+    """Runs experiments, one after the other, with one store."""
 
-    Of ``planned`` experiments that differ in the time filter alone, the method is played once: a filter never feeds
-    what the method learns, so it is replayed over the outputs of the method, whose own result is stored, too.
-    """
-
-    def __init__(
-        self, settings: RunSettings, workbench: Workbench | None = None, planned: Iterable[Experiment] = ()
-    ) -> None:
+    def __init__(self, settings: RunSettings, workbench: Workbench | None = None) -> None:
         self.store = ResultStore(settings.root)
         self.settings, self.workbench = settings, workbench
-        self._sharing = Counter(experiment.without_filter.id for experiment in planned)
-        self._play: tuple[Experiment, list[Record]] | None = None  # the last one that others share, with its outputs
 
     def run(self, experiment: Experiment, progress: Progress | None = None, wait: bool = True) -> Result:
         """Return the result of an experiment, which is in the store afterwards.
@@ -96,7 +86,6 @@ class ExperimentRunner:
         return streams
 
     def _compute(self, experiment: Experiment, progress: Progress | None) -> Result:
-        """Play the streams, or replay the filter over a play of the method alone."""
         parts = experiment.parts or self._build(experiment)
         stream = parts.stream
         if stream.seeds != experiment.seeds:
@@ -106,55 +95,29 @@ class ExperimentRunner:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(experiment.threads or torch.get_num_threads())
             net, method = in_precision(parts.net, parts.method, experiment.precision)
-            parts = parts._replace(net=net, method=method, stream=stream)
-            alone, keep = experiment.without_filter, self.settings.keep_outputs
-            classes = net.classes or len(stream.dataset.classes)
-            is_shared = not keep and self._sharing[alone.id] > 1 and stream.images * classes <= MOST_NUMBERS
-            rule = Pipeline.of(method).filter
-            if is_shared and rule is not None:
-                records = self._play_alone(alone, parts._replace(method=Pipeline.of(method).unfiltered), progress)
-                spec = experiment.json() | {"experiment": experiment.id}
-                records = replay(records, rule, spec=spec, device=net.device, progress=progress)
-            else:
-                records = self._run(experiment, parts, keep or is_shared, progress)
-                if is_shared:
-                    self._play = experiment, records
-                    records = [record._replace(outputs=None) for record in records]
+            records = self._run(experiment, net, method, stream, progress)
             return self._result(experiment, records, machine(net.device))
 
-    def _play_alone(self, alone: Experiment, parts: Parts, progress: Progress | None) -> list[Record]:
-        """Return the records of a method without its filter, with its outputs; they are a result, too."""
-        if self._play is not None and self._play[0] == alone:
-            return self._play[1]
-        folder = self.store.root / alone.id
-        folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder / ".lock", wait=True):
-            records = self._run(alone, parts, True, progress)
-            if not self._stored(alone):
-                bare = [record._replace(outputs=None) for record in records]
-                self.store.add(self._result(alone, bare, machine(parts.net.device)))
-            (folder / CHECKPOINT).unlink(missing_ok=True)
-        self._play = alone, records
-        return records
-
-    def _run(self, experiment: Experiment, parts: Parts, keep_outputs: bool, progress: Progress | None) -> list[Record]:
+    def _run(
+        self, experiment: Experiment, net: Backbone, method: AnyMethod, stream: Stream, progress: Progress | None
+    ) -> list[Record]:
         """Play the streams from the last checkpoint on; one that cannot be used is set aside."""
         path = self.store.root / experiment.id / CHECKPOINT
         while True:
             try:
                 return run(
-                    parts.net,
-                    parts.method,
-                    parts.stream,
+                    net,
+                    method,
+                    stream,
                     seed=experiment.seeds,
                     spec=experiment.json() | {"experiment": experiment.id},
                     checkpoint=path,
                     every=self.settings.every,
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
-                    keep_outputs=keep_outputs,
+                    keep_outputs=self.settings.keep_outputs,
                     progress=progress,
                     # A resumed stream ends with the same bits on a GPU, too.
-                    deterministic=parts.net.device.type == "cuda",
+                    deterministic=net.device.type == "cuda",
                 )
             except StateFileError as error:
                 names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
@@ -183,11 +146,3 @@ class ExperimentRunner:
             raise ValueError(f"experiment {e.id} cannot be computed here: {'; '.join(difference(e, built))}")
         assert built.parts is not None
         return built.parts
-
-
-def in_groups(experiments: Iterable[Experiment]) -> list[Experiment]:
-    """Return experiments that share a play beside one another, where the first was; the method alone comes first."""
-    groups: dict[Experiment, list[Experiment]] = {}
-    for experiment in experiments:
-        groups.setdefault(experiment.without_filter, []).append(experiment)
-    return [e for group in groups.values() for e in sorted(group, key=lambda e: e is not e.without_filter)]

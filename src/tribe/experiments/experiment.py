@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from tribe import methods
 from tribe.core.precision import check_precision, precision_on
 from tribe.data import models
 from tribe.experiments.provenance import code_at, code_of
@@ -118,19 +117,6 @@ class Experiment:
     def id(self) -> str:
         """16 hexadecimal digits of the hash of its canonical JSON."""
         return hashlib.sha256(canonical(self.json()).encode()).hexdigest()[:16]
-
-    @cached_property
-    def without_filter(self) -> "Experiment":
-        """The experiment of the method alone; the same one if its method has no time filter."""
-        name = methods.parse(self.method.name).unfiltered
-        if name == self.method.name:
-            return self
-        try:
-            own, classes = methods.field_names(name), methods.classes_of(name)
-        except ValueError:  # a custom method that is unknown here
-            return self
-        fields = {field: value for field, value in self.method.fields.items() if field in own}
-        return dataclasses.replace(self, method=ComponentSpec(name, fields, code_of(*classes)), parts=None)
 
     def __eq__(self, other: object) -> bool:
         return (self.id, self.seeds) == (other.id, other.seeds) if isinstance(other, Experiment) else NotImplemented

@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from os import PathLike
 from typing import Any
 
-from tribe.experiments.execution import EVERY, ExperimentRunner, RunSettings, in_groups
+from tribe.experiments.execution import EVERY, ExperimentRunner, RunSettings
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.store import Result, ResultStore
 from tribe.experiments.workbench import Workbench
@@ -86,11 +86,11 @@ def run_all(
     if retries is None:
         retries = 2 if isinstance(workers, str) else 0
     requested = list(experiments)
-    todo = in_groups(dict.fromkeys(requested))
+    todo = list(dict.fromkeys(requested))
     if retries < 0:
         raise ValueError(f"retries is how often a failed experiment is tried again, at least 0; got {retries}")
     settings = RunSettings(str(root), every, force, keep_outputs, command)
-    runner = ExperimentRunner(settings, workbench, todo if workers is None else ())
+    runner = ExperimentRunner(settings, workbench)
     if workers is not None:
         _refuse_custom(todo, runner.store)
     if isinstance(workers, int):
