@@ -26,26 +26,9 @@ from tribe.experiments.report.groups import (
     best,
     mean_text,
 )
-from tribe.experiments.statistics import Spread
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
-DASHES = ("none", "6 3", "2 2", "8 3 2 3")  # of the first eight methods, of the next eight, ...
-MARKERS = (  # of the samples of methods: circle, square, diamond, triangles, plus, star, cross, as in the charts
-    *("M-3.6 0a3.6 3.6 0 1 0 7.2 0a3.6 3.6 0 1 0-7.2 0z", "M-3.2-3.2h6.4v6.4h-6.4z", "M0-4.6L4.6 0L0 4.6L-4.6 0z"),
-    *("M0-4.4L4.2 3.2H-4.2z", "M0 4.4L4.2-3.2H-4.2z", "M-1.3-4h2.6v2.7h2.7v2.6h-2.7v2.7h-2.6v-2.7h-2.7v-2.6h2.7z"),
-    "M0-4.6L1.2-1.5H4.4L1.9.6L2.8 3.8L0 1.9L-2.8 3.8L-1.9.6L-4.4-1.5H-1.2z",
-    "M-3.9-2.1L-2.1-3.9L0-1.8L2.1-3.9L3.9-2.1L1.8 0L3.9 2.1L2.1 3.9L0 1.8L-2.1 3.9L-3.9 2.1L-1.8 0z",
-)
-
-
-class Cell(NamedTuple):
-    """A number in a table."""
-
-    text: str
-    spread: float | None  # standard deviation over seeds
-    order: str | None  # to sort by; None: no number
-    lowest: bool
 
 
 class ClassMap(NamedTuple):
@@ -74,10 +57,8 @@ def render(runs: Runs) -> str:
 
     series = {label: i for i, label in enumerate(runs.labels)}
     titles, common = _titles(runs.groups)
-    groups = [
-        _group(g, f"g{i}", title, series) for i, (title, g) in enumerate(zip(titles, runs.groups, strict=True), 1)
-    ]
-    style, script = _asset("page.css") + _colours(len(series)), _asset("page.js")
+    groups = [_group(group, title, series) for title, group in zip(titles, runs.groups, strict=True)]
+    script = _asset("page.js")
     counts = {"damaged, left out": len(runs.damaged), "repeated, counted once": len(runs.repeated)}
     template = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=finalize
@@ -88,10 +69,10 @@ def render(runs: Runs) -> str:
         groups=groups,
         short=SHORT,
         long=LONG,
-        markers=MARKERS,
+        mean_text=mean_text,
         lead=_lead(runs, common),
         warning="; ".join(f"{count:,} {what}" for what, count in counts.items() if count),
-        style=Markup(style),
+        style=Markup(_asset("page.css")),
         script=Markup(script),
         policy=_policy(script),
         version=__version__,
@@ -132,35 +113,19 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     return text
 
 
-def _group(group: ResultGroup, anchor: str, title: str, series: Mapping[str, int]) -> dict[str, Any]:
+def _group(group: ResultGroup, title: str, series: Mapping[str, int]) -> dict[str, Any]:
     """Return what the template shows of a group."""
-    columns = {column: [row.score(column) for row in group.rows] for column in LONG}
-    lowest = {column: best(scores) if column.best else None for column, scores in columns.items()}
-    cells = {
-        row.label: {column: _cell(columns[column][i], lowest[column]) for column in LONG}
-        for i, row in enumerate(group.rows)
-    }
     return {
-        "anchor": anchor,
         "title": title,
         "facts": _facts(group),
-        "links": {row.label: f"#{anchor}m{i}" for i, row in enumerate(group.rows)},
-        "overview": {label: [of[column] for column in SHORT] for label, of in cells.items()},
-        "results": [
-            {"label": row.label, "cells": list(cells[row.label].values()), "seeds": len(row.played)}
-            for row in group.rows
-        ],
+        "rows": {row.label: row for row in group.rows},
+        "lowest": {column: best([row.score(column) for row in group.rows]) for column in LONG if column.best},
         "charts": _charts(group, series),
         "maps": _maps(group),
         "confusions": [_confusion(group, row) for row in group.rows if row.judged],
         "without_records": [row.label for row in group.rows if len(row.records) < len(row.played)],
         "origins": [_origin(row) for row in group.rows],
     }
-
-
-def _cell(value: Spread, lowest: str | None) -> Cell:
-    order = None if math.isnan(value.mean) else f"{value.mean:.6f}"
-    return Cell(mean_text(value), value.deviation, order, mean_text(value) == lowest)
 
 
 def _facts(group: ResultGroup) -> str:
@@ -246,19 +211,17 @@ def _origin(row: MethodRow) -> dict[str, Any]:
     spec = {key: value for key, value in row.played[0].spec.items() if key not in ("seed", "experiment")}
     return {
         "label": row.label,
-        "head": ["record", "seed", "images", *(column.name for column in LONG)],
-        "records": [_record_cells(played) for played in row.played],
+        "records": [
+            [played.path, played.seed, f"{played.scores['images']:,}"]
+            + [mean_text(MethodRow("", (played,)).score(column)) for column in LONG]
+            for played in row.played
+        ],
         "machines": sorted(
             {", ".join(f"{k} {v}" for k, v in _machine(p).items() if v is not None) for p in row.played} - {""}
         ),
         "commands": sorted({shlex.join(p.environment.get("command", ())) for p in row.played} - {""}),
         "spec": json.dumps(spec, indent=2, ensure_ascii=False),
     }
-
-
-def _record_cells(played: PlayedStream) -> list[str]:
-    numbers = (mean_text(MethodRow("", (played,)).score(column)) for column in LONG)
-    return [played.path, str(played.seed), f"{played.scores['images']:,}", *numbers]
 
 
 def _machine(played: PlayedStream) -> Mapping[str, Any]:
@@ -268,18 +231,6 @@ def _machine(played: PlayedStream) -> Mapping[str, Any]:
 
 def _asset(name: str) -> str:
     return files("tribe.experiments.report").joinpath(name).read_text(encoding="utf-8")
-
-
-def _colours(count: int) -> str:
-    """Return CSS rules: a colour and a dash for each method, and one that hides it if its checkbox is off."""
-    rules = []
-    for i in range(count):
-        turn, hue = divmod(i, figures.HUES)
-        rules.append(f".m{i} {{ --c: var(--c{hue}); }} .m{i} .line {{ stroke-dasharray: {DASHES[turn % 4]}; }}")
-        off = f":root:has(#show{i}:not(:checked)) main"
-        rules.append(f"{off} .chart .m{i}, {off} .legend .m{i}, {off} .matrix.m{i} {{ display: none; }}")
-    rules += [f".t{n} {{ background: rgb(var(--tint) / {0.045 * n:.3f}); }}" for n in range(1, 11)]
-    return "\n".join(rules) + "\n"
 
 
 def _policy(script: str) -> str:
