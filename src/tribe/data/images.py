@@ -11,13 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from os import PathLike
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tribe.fields import is_whole, plain_numbers, require
 from tribe.io.files import open_regular
 
 SUFFIXES = frozenset((".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"))
@@ -40,16 +39,6 @@ def require_pillow(feature: str) -> ModuleType:
     except ImportError as error:
         raise ImportError(f"{feature} needs Pillow: pip install 'tribe-tta[images]' (or pip install pillow)") from error
     return Image
-
-
-def check_reading(dataset: Any) -> None:
-    """Check the fields of a data set of image files."""
-    plain_numbers(dataset)
-    size, workers = dataset.size, dataset.workers
-    require(dataset.unreadable in get_args(Unreadable), "unreadable is 'raise' or 'skip'", dataset.unreadable)
-    require(size is None or is_whole(size, least=1), "size is a number of pixels, at least 1", size)
-    fits = workers is None or is_whole(workers, least=1)
-    require(fits, "workers is a number of threads, at least 1, or None for one for each core", workers)
 
 
 def cores() -> int:

@@ -171,9 +171,9 @@ def test_progress_reaches_its_end():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"batch": 0}, "batch is a whole number, at least 1"),
-        ({"streams": 0}, "streams is a whole number"),
-        ({"threads": 0}, "threads is a whole number"),
+        ({"batch": 0}, "batch of Setting"),
+        ({"streams": 0}, "streams of Setting"),
+        ({"threads": 0}, "threads of Setting"),
         ({"shape": ()}, "shape is the shape of one image"),
         ({"precision": "fp8"}, "precision is float32, tf32 or bf16; got 'fp8'"),
         ({"precision": "tf32"}, "tf32 is a format of NVIDIA GPUs"),
@@ -224,7 +224,7 @@ def test_other_settings_are_not_compared(result):
             lambda data: data["rows"][0].update(ms_per_image=0),
             r"rows\.0\.ms_per_image is 0; expected a positive number",
         ),
-        (lambda data: data["setting"].update(batch=0), "batch is a whole number, at least 1"),
+        (lambda data: data["setting"].update(batch=0), "batch of Setting"),
         (lambda data: data.update(repeats=None), "repeats is None; expected an integer"),
         (lambda data: data.update(schema=7), "has format 7"),
         (lambda data: data.update(kind="something"), "is not a result"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tribe.data.datasets import register, require_domain
 from tribe.data.datasets.files import data_root, download_hint, find, mnist_test, positions
+from tribe.fields import check_fields
 from tribe.io.files import read_regular, regular_size
 
 DOMAIN = "clean"
@@ -50,8 +51,7 @@ class Clean(ABC):
     shape: ClassVar[tuple[int, int, int]] = (3, 32, 32)
 
     def __post_init__(self) -> None:
-        if self.split not in ("test", "train"):
-            raise ValueError(f"split is 'test' or 'train'; got {self.split!r}")
+        check_fields(self)
 
     @property
     def classes(self) -> Sequence[str]:

@@ -20,12 +20,11 @@ from tribe.data.images import (
     SKIP,
     ImageFileError,
     Unreadable,
-    check_reading,
     list_folder,
     read_image,
     read_images,
 )
-from tribe.fields import require
+from tribe.fields import Count, check_fields, require
 from tribe.io.files import read_regular, regular_size
 from tribe.registry import nearest
 
@@ -49,13 +48,13 @@ class Folder:
     """
 
     root: str  # the folder of the domains
-    size: int | None = None  # resize the shorter side, crop the middle; None: all images have one size already
+    size: Count | None = None  # resize the shorter side, crop the middle; None: all images have one size already
     class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
-    workers: int | None = None  # threads that decode; None: one for each core
+    workers: Count | None = None  # threads that decode; None: one for each core
 
     def __post_init__(self) -> None:
-        check_reading(self)
+        check_fields(self)
         if self.class_names is not None:
             several = isinstance(self.class_names, Sequence) and not isinstance(self.class_names, str)
             text = several and all(isinstance(name, str) for name in self.class_names)

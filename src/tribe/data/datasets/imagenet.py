@@ -21,9 +21,9 @@ from torch import Tensor
 from tribe.data.datasets import BySeverity, register, require_domain
 from tribe.data.datasets.files import MissingData, data_root, download_hint, find, positions
 from tribe.data.datasets.manifest import require_block
-from tribe.data.images import Unreadable, check_reading, image_size, is_image_file, list_folder, read_images
+from tribe.data.images import Unreadable, image_size, is_image_file, list_folder, read_images
 from tribe.data.scenarios import IMAGENET_C
-from tribe.fields import require
+from tribe.fields import Count, check_fields, require
 from tribe.io.files import read_regular
 from tribe.registry import nearest
 
@@ -183,9 +183,9 @@ class ClassFolders(ListedImages):
     """A base class: images by class in one folder a domain. Only file names are held in memory."""
 
     data: str | None = None  # root folder, or the folder of the classes; None: $TRIBE_DATA or the cache directory
-    size: int = 224  # rows and columns; the shorter side is resized to 8/7 of it first
+    size: Count = 224  # rows and columns; the shorter side is resized to 8/7 of it first
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
-    workers: int | None = None  # threads that decode; None: one for each core
+    workers: Count | None = None  # threads that decode; None: one for each core
 
     clean_name: ClassVar[str | None] = "imagenet"  # the networks that fit it were trained on this
     title: ClassVar[str]
@@ -194,7 +194,7 @@ class ClassFolders(ListedImages):
     hint: ClassVar[str] = ""  # how to get the images if they are not an archive; {root} is the folder of all data sets
 
     def __post_init__(self) -> None:
-        check_reading(self)
+        check_fields(self)
 
     @property
     def domains(self) -> Sequence[str]:
@@ -304,13 +304,13 @@ class ImageNetC(BySeverity, ListedImages):
     severities: Sequence[int] = (5,)
     ids: str | None = None  # file with one line "wnid/NAME.JPEG" per image, in this order; None: all
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
-    workers: int | None = None  # threads that decode; None: one for each core
+    workers: Count | None = None  # threads that decode; None: one for each core
 
     clean_name: ClassVar[str] = "imagenet"  # the clean data set that it is made from
     folder: ClassVar[str] = "ImageNet-C"
 
     def __post_init__(self) -> None:
-        check_reading(self)
+        check_fields(self)
         super().__post_init__()
 
     def select(self, names: list[str], folder: Path) -> list[str]:

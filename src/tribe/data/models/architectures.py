@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from tribe.core.calling import Normalize
-from tribe.fields import plain_numbers, require_whole
+from tribe.fields import Count, check_fields
 from tribe.registry import Registry, nearest
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation, one entry per channel
@@ -50,8 +50,8 @@ class GlobalPool(nn.Module):
 class Architecture(ABC):
     """The configuration of a network. Its fields are those that `create` takes; `build` makes the network."""
 
-    classes: int = 10
-    channels: int = 3
+    classes: Count = 10
+    channels: Count = 3
     normalize: Normalization | None = None  # applied to images in [0, 1] inside the network; None: no normalisation
 
     name: ClassVar[str]
@@ -66,8 +66,7 @@ class Architecture(ABC):
         return {} if name == cls.name else cls.presets.get(name)
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require_whole(self, "classes", "channels")
+        check_fields(self)
         if self.normalize is not None and {len(part) for part in self.normalize} != {self.channels}:
             raise ValueError(
                 f"normalize needs a mean and a std for each of {self.channels} channels, or None for a network that "

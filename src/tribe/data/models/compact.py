@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from tribe.data.models.architectures import Architecture, BatchNormReLU, GlobalPool, register
+from tribe.fields import Count
 
 LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and stride; 28, 14, 14, 14, 7, 7 pixels
 
@@ -17,7 +18,7 @@ LAYERS = ((16, 1), (16, 2), (32, 1), (32, 1), (48, 2), (48, 1))  # channels and 
 class CompactDigits(Architecture):
     """The default network: a good classifier of digits with 5 million multiplications per image."""
 
-    channels: int = 1
+    channels: Count = 1
 
     paper = "none: the plainest network that does the job"
     size = 28

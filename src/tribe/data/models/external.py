@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tribe.data.models.architectures import IMAGENET, Architecture, Normalization, input_layer, register
+from tribe.fields import Count
 
 
 class Normalized(nn.Module):
@@ -27,7 +28,7 @@ class Normalized(nn.Module):
 class External(Architecture):
     """The base of both libraries."""
 
-    classes: int = 1000
+    classes: Count = 1000
     normalize: Normalization | None = None  # None: that of the library
     model: str = ""  # the library's name of the network
     pretrained: bool = False  # True: with the library's weights, which it may download

@@ -23,7 +23,7 @@ from tribe.data.models.architectures import (
     Normalization,
     register,
 )
-from tribe.fields import require_whole
+from tribe.fields import Count
 
 
 def stage(
@@ -95,9 +95,9 @@ STAGES: Mapping[int, tuple[Callable[[int, int, int], nn.Module], int, tuple[int,
 class TorchvisionResNet(Architecture):
     """ResNet-18 to -152 for photographs, and the variant for digits of 28x28."""
 
-    classes: int = 1000
+    classes: Count = 1000
     normalize: Normalization | None = IMAGENET
-    depth: int = 50
+    depth: Count = 50
 
     paper = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -159,7 +159,7 @@ class CifarResNet(Architecture):
     """ResNet-20 and its deeper sisters. By name the paper's depths: a "resnet152" is torchvision's, though 6n + 2."""
 
     normalize: Normalization | None = IMAGENET
-    depth: int = 20  # 6n + 2: three stages of n blocks of two layers
+    depth: Count = 20  # 6n + 2: three stages of n blocks of two layers
 
     paper = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2"
     head = "linear"
@@ -169,7 +169,6 @@ class CifarResNet(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(self, "depth")
         if self.depth % 6 != 2 or self.depth < 8:
             raise ValueError(f"the depth of a CIFAR ResNet is 6n + 2, such as 20, 32 or 56; got {self.depth}")
 
@@ -214,7 +213,7 @@ class GroupedBlock(nn.Module):
 class ResNeXt(Architecture):
     """ResNeXt-29 4x32d."""
 
-    classes: int = 100
+    classes: Count = 100
 
     paper = "Xie et al., Aggregated Residual Transformations for Deep Neural Networks, CVPR 2017"
     head = "classifier"
@@ -260,8 +259,8 @@ class WideBlock(nn.Module):
 class WRN(Architecture):
     """WRN-depth-width. Every wrn{depth}_{width} is a name."""
 
-    depth: int = 28  # 6n + 4: three stages of n blocks of two layers
-    width: int = 10  # factor of the channels
+    depth: Count = 28  # 6n + 4: three stages of n blocks of two layers
+    width: Count = 10  # factor of the channels
 
     paper = "Zagoruyko and Komodakis, Wide Residual Networks, BMVC 2016"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
@@ -280,7 +279,6 @@ class WRN(Architecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_whole(self, "depth", "width")
         if self.depth % 6 != 4 or self.depth < 10:
             raise ValueError(f"the depth of a wide ResNet is 6n + 4, such as 16, 28 or 40; got {self.depth}")
 

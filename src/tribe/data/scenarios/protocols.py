@@ -24,7 +24,7 @@ from tribe.data.scenarios.sampling import (
 )
 from tribe.data.scenarios.scenario import Scenario, register
 from tribe.data.scenarios.schedules import Schedule
-from tribe.fields import is_number, is_whole, require
+from tribe.fields import Count, is_number, require
 
 
 @dataclass(frozen=True)
@@ -164,15 +164,11 @@ class Recurring(Composed):
     """The whole stream N times, by default with the same samples in the same order each time."""
 
     sigma: float | None = 0.1
-    rounds: int = 20  # N
+    rounds: Count = 20  # N
     _: KW_ONLY
     redraw: bool = False  # True: every round draws its own samples and order
 
     paper = "Hoang et al., Persistent Test-time Adaptation in Recurring Testing Scenarios, NeurIPS 2024"
-
-    def __post_init__(self) -> None:
-        require(is_whole(self.rounds, least=1), "rounds is how often the stream is played, at least 1", self.rounds)
-        super().__post_init__()
 
     def visits(self, order: Sequence[int]) -> list[int]:
         """Return all domains, N times."""

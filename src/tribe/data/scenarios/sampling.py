@@ -7,12 +7,12 @@ spread each class over a few slots. `draw` chooses between the two.
 
 import warnings
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tribe.fields import is_number, is_whole, plain_numbers, require
+from tribe.fields import Count, Positive, Range, check_fields
 
 Draw = Literal["released", "paper"]
 Ints = NDArray[np.int64]
@@ -58,14 +58,11 @@ class LongTail:
     That is a warning; fewer than two classes left are an error.
     """
 
-    imbalance: float = 100.0  # IF, the largest class over the smallest
+    imbalance: Annotated[float, Range(low=1)] = 100.0  # IF, the largest class over the smallest
     varying: bool = False  # True: each domain assigns the counts to the classes at random (GLI-TTA-V)
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        fits = is_number(self.imbalance) and self.imbalance >= 1
-        require(fits, "imbalance is the largest class over the smallest, a number of at least 1", self.imbalance)
-        require(isinstance(self.varying, bool), "varying is True or False", self.varying)
+        check_fields(self)
 
     def share(self, classes: int, draw: Draw = "released") -> Floats:
         """(K,) the size of each class relative to the first; NOTE the paper has k/K where the release has k/(K-1)."""
@@ -110,13 +107,11 @@ class Shuffled:
 class Dirichlet:
     """Classes in bursts: for a while a few classes, then others."""
 
-    sigma: float = 0.1  # concentration; smaller: fewer classes at a time
-    window: int = 64  # samples that share one q in the paper's draw, a batch
+    sigma: Positive = 0.1  # concentration; smaller: fewer classes at a time
+    window: Count = 64  # samples that share one q in the paper's draw, a batch
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require(is_number(self.sigma) and self.sigma > 0, "sigma is a number above 0", self.sigma)
-        require(is_whole(self.window, least=1), "window is a number of samples, at least 1", self.window)
+        check_fields(self)
 
     def arrange(self, pool: ClassPool, draw: Draw, rng: Random) -> Ints:
         """Put the images in the order of the stream."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tribe.data.scenarios.sampling import Draw, Ints, Local, Natural, Profile, Random, Shuffled
 from tribe.data.scenarios.schedules import Schedule
-from tribe.fields import is_whole, plain_numbers, require
+from tribe.fields import Count, check_fields, is_whole, require
 from tribe.registry import Registry
 
 registry: Registry["Scenario"] = Registry("scenario")
@@ -44,7 +44,7 @@ class Scenario(ABC):
     _: KW_ONLY
     draw: Draw = "released"  # "released": the samplers of the paper's code; "paper": the paper's generative model
     order: Literal["given", "random"] = "given"  # of the domains; "random" depends on the seed
-    classes: int | None = None  # K; None: the largest label + 1
+    classes: Count | None = None  # K; None: the largest label + 1
 
     name: ClassVar[str]  # set by @register
     paper: ClassVar[str | None] = None  # where the protocol comes from
@@ -53,10 +53,7 @@ class Scenario(ABC):
     same_for_all_seeds: ClassVar[str | None] = None  # why the stream ignores the seed; None: it depends on the seed
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require(self.draw in ("released", "paper"), "draw is 'released' or 'paper'", self.draw)
-        require(self.order in ("given", "random"), "order is 'given' or 'random'", self.order)
-        require(self.classes is None or is_whole(self.classes, least=1), "classes is K, at least 1", self.classes)
+        check_fields(self)
         if self.domains is not None:
             names = () if isinstance(self.domains, str) else tuple(self.domains)
             fine = all(isinstance(name, str) and name for name in names) and 0 < len(names) == len(set(names))

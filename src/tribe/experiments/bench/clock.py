@@ -3,12 +3,13 @@
 import contextlib
 import ctypes
 import math
-import statistics
 import time
+import timeit
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 Call = Callable[[], object]
@@ -58,20 +59,13 @@ def time_in_turns(
 
 
 def seconds(call: Call, times: int, device: torch.device) -> float:
-    """Mean seconds a call over a block of calls; CUDA events measure the time on a GPU."""
-    wait(device)
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(times):
-            call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3 / times
-    start_time = time.perf_counter()
-    for _ in range(times):
-        call()
-    return (time.perf_counter() - start_time) / times
+    """Mean seconds a call over a block of calls, until the device has finished all of them."""
+
+    def clock() -> float:
+        wait(device)
+        return time.perf_counter()
+
+    return timeit.timeit(call, timer=clock, number=times) / times
 
 
 def wait(device: torch.device) -> None:
@@ -86,9 +80,7 @@ def summary(times: Sequence[float]) -> tuple[float, float]:
     >>> summary([1.0, 2.0, 3.0])
     (2.0, 0.5)
     """
-    if len(times) < 2:
-        return times[0], 0.0
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    low, middle, high = np.quantile(times, (0.25, 0.5, 0.75)).tolist()
     return middle, (high - low) / middle
 
 

@@ -23,7 +23,7 @@ from tribe.experiments.bench import contenders
 from tribe.experiments.bench.clock import WARM_UP, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import CHANNELS_LAST, COMPILED, INFERENCE, PLAIN, Contender, Workload, noise
 from tribe.experiments.provenance import machine
-from tribe.fields import is_whole, plain_numbers, require, require_whole
+from tribe.fields import Count, check_fields, is_whole, require
 
 BenchProgress = Callable[[int, int, str], None]  # steps done, number of steps, name of the current contender
 
@@ -39,18 +39,17 @@ class Setting:
 
     model: str
     shape: tuple[int, ...]  # of an image
-    classes: int
-    batch: int = 64  # images a stream and step
-    streams: int = 1
+    classes: Count
+    batch: Count = 64  # images a stream and step
+    streams: Count = 1
     device: str = "cpu"
     precision: str = "float32"  # as in tribe.core.precision: float32, tf32, or bf16, of network and images
     graphs: bool = True  # capture steps in CUDA graphs, where possible
     kernels: bool = True  # Triton kernels, on CUDA
-    threads: int | None = None  # of torch on the CPU; None: torch's default
+    threads: Count | None = None  # of torch on the CPU; None: torch's default
 
     def __post_init__(self) -> None:
-        plain_numbers(self)
-        require_whole(self, "classes", "batch", "streams", *(() if self.threads is None else ("threads",)))
+        check_fields(self)
         whole = bool(self.shape) and all(is_whole(n, least=1) for n in self.shape)
         require(whole, "shape is the shape of one image, such as (3, 32, 32)", self.shape)
         check_precision(self.precision)

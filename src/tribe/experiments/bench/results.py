@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from tribe.experiments.bench.measurement import BenchResult, BenchRow, Setting
 from tribe.io import json_files
@@ -24,7 +24,7 @@ OTHER_TYPES: dict[Any, Any] = {  # their schemas; other types of fields are thei
 
 
 def _schema_of(cls: Any) -> dict[str, Any]:
-    return {field.name: OTHER_TYPES.get(field.type, field.type) for field in dataclasses.fields(cls)}
+    return {name: OTHER_TYPES.get(kind, kind) for name, kind in get_type_hints(cls).items()}
 
 
 RESULT = {
