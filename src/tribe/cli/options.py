@@ -179,18 +179,14 @@ def _value(text: str) -> Any:
 
 def _split(text: str) -> list[str]:
     """Split at commas that are in no bracket and no quotes."""
-    words, depth, quote = [""], 0, ""
-    for character in text:
-        if character == "," and not depth and not quote:
-            words.append("")
-            continue
-        words[-1] += character
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"":
-            quote = character
+    words: list[str] = []
+    for part in text.split(","):
+        last = words[-1] if words else ""
+        is_open = sum(map(last.count, "([{")) > sum(map(last.count, ")]}"))
+        if is_open or last.count("'") % 2 or last.count('"') % 2:
+            words[-1] += f",{part}"
         else:
-            depth += (character in "([{") - (character in ")]}")
+            words.append(part)
     return words
 
 

@@ -112,11 +112,6 @@ def predicted_classes(record: Record) -> float:
     return float((-shares * shares.clamp_min(1e-300).log()).sum().exp())
 
 
-def mean_over_seeds(records: Sequence[Record], of: Callable[[Record], float]) -> float:
-    """Return the mean of a number over records; NaN if there are none, or one does not have it."""
-    return fmean(map(of, records)) if records else math.nan
-
-
 @dataclass(frozen=True)
 class SweepRow:
     """A point of a sweep that was played, or the reason why it was not."""
@@ -124,8 +119,8 @@ class SweepRow:
     point: Point
     result: Result | None
     scores: Mapping[str, float]  # of SCORES, by name; NaN where the records do not hold it
-    reason: str = ""
     classes: float = math.nan  # see `predicted_classes`
+    reason: str = ""
 
     @property
     def error(self) -> float:
@@ -136,10 +131,10 @@ class SweepRow:
 def make_row(point: Point, outcome: Result | Failure) -> SweepRow:
     """Return the row of a point."""
     if isinstance(outcome, Failure):
-        return SweepRow(point, None, dict.fromkeys(SCORES, math.nan), outcome.reason)
+        return SweepRow(point, None, dict.fromkeys(SCORES, math.nan), reason=outcome.reason)
     records = outcome.records() if outcome.has_records else []
-    scores = {name: mean_over_seeds(records, score.of) for name, score in SCORES.items()}
-    return SweepRow(point, outcome, scores, classes=mean_over_seeds(records, predicted_classes))
+    scores = {name: fmean(map(score.of, records)) if records else math.nan for name, score in SCORES.items()}
+    return SweepRow(point, outcome, scores, fmean(map(predicted_classes, records)) if records else math.nan)
 
 
 def default_score(rows: Sequence[SweepRow]) -> str:

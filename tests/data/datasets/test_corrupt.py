@@ -25,7 +25,7 @@ from layouts import WNIDS
 from processes import Prints, Process, Touches, ended, interrupted
 from tribe import corruptions, datasets
 from tribe.data.datasets.files import MissingData
-from tribe.data.datasets.generation import GenerationProgress, generate
+from tribe.data.datasets.generation import generate
 from tribe.data.images import read_image
 from tribe.data.scenarios import CIFAR_C, MNIST_C
 from tribe.io.files import exclusive
@@ -68,15 +68,14 @@ def refused(result, *words):
 
 
 def stopped_at(event, *args, **fields):
-    """Press Ctrl-C at the first progress of a kind."""
+    """Press Ctrl-C when the first images are made ("advance"), or the first domain ("finish")."""
 
-    def stop(*values):
-        raise KeyboardInterrupt
+    def stop(domain, images, of):
+        if (images > 0) == (event == "advance"):
+            raise KeyboardInterrupt
 
-    progress = GenerationProgress()
-    setattr(progress, event, stop)
     with contextlib.suppress(KeyboardInterrupt):
-        generate(*args, progress=progress, **fields)
+        generate(*args, progress=stop, **fields)
 
 
 def tree(folder):
@@ -261,7 +260,8 @@ def test_stopped_by_hand_it_says_how_to_go_on(clean, tmp_path, options, same):
     assert set(before) == {"motion_blur@5: done"}
     result = call("cifar10", "--data", clean, "--out", tmp_path)
     assert result.exit_code == 0
-    assert "already there: motion_blur@5" in result.stderr
+    assert "motion_blur@5: done" in result.stderr
+    assert "1 already there" in result.stdout
 
 
 def test_what_the_dead_left_is_removed_and_what_is_damaged_is_made_again(clean, tmp_path):
@@ -314,7 +314,7 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(clean, tmp_path):
     whole = tree(tmp_path)
     more = ("--severity", "1,5", "--corruptions", "contrast,fog")
     message = on_a_full_disk(*args, *more, limit=4 * BLOCK)
-    assert message.startswith("already there: contrast@1\nerror: ")
+    assert message.startswith("contrast@1: done\nerror: ")
     assert f"{tmp_path / 'CIFAR-10-C/contrast.npy'} could not be written: File too large." in message
     assert "It needs 0.1 MB, and " in message
     assert "MB are free. The finished domains are kept" in message

@@ -186,9 +186,9 @@ def test_layouts_that_make_no_sense_are_refused(case, camera):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"size": 0}, "size is a number of pixels"),
-        ({"unreadable": "ignore"}, "unreadable is 'raise' or 'skip'; got 'ignore'"),
-        ({"workers": 0}, "workers is a number of threads"),
+        ({"size": 0}, "size of folder"),
+        ({"unreadable": "ignore"}, "unreadable of folder"),
+        ({"workers": 0}, "workers of folder"),
         *(
             ({"class_names": names}, "class_names are different")
             for names in ((9, 8), 9, "cat", ("cat", 1), ("a", "a"))

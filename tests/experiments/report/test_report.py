@@ -224,7 +224,9 @@ def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tm
         e=record("lone", fields={"x": 1}),
     )
     (group,) = report.collect(folder).groups
-    assert [row.label for row in group.rows] == ["lone", "strange, x 1", "strange, x 2", "tribe", "tribe, gamma 0.375"]
+    assert [row.label for row in group.rows] == [
+        *("lone, x 1", "strange, x 1, y 5", "strange, x 2, y 5", "tribe", "tribe, gamma 0.375")
+    ]
 
 
 def test_what_follows_from_another_field_is_not_said(tmp_path):

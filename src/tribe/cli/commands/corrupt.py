@@ -1,6 +1,5 @@
 """``tribe corrupt``: make MNIST-C, CIFAR-10-C, CIFAR-100-C or ImageNet-C from the clean images."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from tribe.cli.commands import app
 from tribe.cli.options import AsJson, parse_severities
 from tribe.cli.output import messages, print_json, shown
 from tribe.data.datasets.files import data_root
-from tribe.data.datasets.generation import GenerationProgress, generate
+from tribe.data.datasets.generation import generate
 from tribe.fields import printable
 from tribe.io.files import check_folder
 
@@ -40,6 +39,17 @@ def corrupt(
 ) -> None:
     """Write a corrupted data set in its published layout. The same command continues after an interruption."""
     console = Console(stderr=True)
+    name = TextColumn("{task.description}", markup=False)
+    columns = name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("reading the clean set", total=None)
+
+    def progress(domain: str, images: int, of: int) -> None:
+        """Move the bar on a terminal; elsewhere print a line for each finished domain."""
+        bar.update(task, advance=images, total=of, description=printable(domain))
+        if not images and not console.is_terminal:
+            console.print(shown(f"{domain}: done"), soft_wrap=True)
+
     with messages():
         place = out or (None if dataset == "imagenet" else data)
         check_folder(data_root(None if place is None else str(place)))
@@ -48,11 +58,7 @@ def corrupt(
         if names == []:
             raise ValueError("--corruptions names none; leave it out for all of the benchmark")
     try:
-        name = TextColumn("{task.description}", markup=False)
-        share = TextColumn("{task.percentage:>3.0f}%")
-        columns = name, BarColumn(), share, MofNCompleteColumn(), TimeRemainingColumn()
-        hidden = not console.is_terminal
-        with messages(), Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        with messages(), bar:
             summary = generate(
                 dataset,
                 out=None if out is None else str(out),
@@ -62,7 +68,7 @@ def corrupt(
                 seed=seed,
                 device=device,
                 force=force,
-                progress=_Progress(bar),
+                progress=progress,
             )
     except KeyboardInterrupt:
         same = "the same command without --force" if force else "the same command"
@@ -74,25 +80,3 @@ def corrupt(
         existing = f", {len(summary.there)} already there" if summary.there else ""
         made = f"{len(summary.made)} made in {summary.seconds:.1f} s"
         typer.echo(printable(f"{summary.folder}: {made}{existing}, {summary.images} images each", keep="\n"))
-
-
-class _Progress(GenerationProgress):
-    """A bar on a terminal; elsewhere a line for each domain."""
-
-    def __init__(self, bar: Progress) -> None:
-        self.bar, self.task = bar, bar.add_task("reading the clean set", total=None)
-
-    def begin(self, images: int, there: Sequence[str]) -> None:
-        """Print the domains that exist already, and set the length of the bar."""
-        if there:
-            self.bar.console.print(shown(f"already there: {', '.join(there)}"), soft_wrap=True)
-        self.bar.update(self.task, total=images)
-
-    def advance(self, domain: str, images: int) -> None:
-        """Move the bar."""
-        self.bar.update(self.task, advance=images, description=printable(domain))
-
-    def finish(self, domain: str) -> None:
-        """Print the finished domain."""
-        if not self.bar.console.is_terminal:
-            self.bar.console.print(shown(f"{domain}: done"), soft_wrap=True)

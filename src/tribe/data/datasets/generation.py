@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -249,17 +249,8 @@ def _is_whole(path: Path) -> bool:
 # -- making them -------------------------------------------------------------------------------------------------------
 
 
-class GenerationProgress:
-    """Receives the progress of the work; override the methods to show it."""
-
-    def begin(self, images: int, there: Sequence[str]) -> None:
-        """Show that the work begins: the number of images to make, and the domains that exist already."""
-
-    def advance(self, domain: str, images: int) -> None:
-        """Show that more images of a domain are made."""
-
-    def finish(self, domain: str) -> None:
-        """Show that a domain is complete."""
+# Called with a domain, and how many more images of it were made, of how many in all domains; 0 more: it is complete.
+GenerationProgress = Callable[[str, int, int], None]
 
 
 class Summary(NamedTuple):
@@ -305,7 +296,7 @@ def generate(
     place = choose_device(device)
     domains = [f"{name}@{severity}" for name in names for severity in chosen]
     files = (JpegFiles if dataset == "imagenet" else NpyFiles)(dataset, data, out)
-    progress, started = progress or GenerationProgress(), time.perf_counter()
+    started = time.perf_counter()
     with _locked(files.folder) as folder, contextlib.closing(files):
         family = family_for(files.shape)
         rounding = "nearest" if family == "mnist" else "down"  # as `to_bytes` does
@@ -320,17 +311,21 @@ def generate(
         if (needed := left * files.image_bytes) > shutil.disk_usage(folder).free:
             raise CannotWrite(f"there is too little room in {folder}. {room_for(needed, folder)}. Use another --out")
         manifest = _unlist(folder, manifest, made)
-        there = [domain for domain in domains if domain not in made]
-        progress.begin(left, there)
+
+        def advance(domain: str, images: int) -> None:
+            if progress is not None:
+                progress(domain, images, left)
+
         for group in [domains] if files.at_once else [[domain] for domain in domains]:
-            _corrupt(files, {domain: missing[domain] for domain in group}, seed, place, progress)
+            _corrupt(files, {domain: missing[domain] for domain in group}, seed, place, advance)
             files.sync([domain for domain in group if domain in made])
             for domain in group:
                 if domain not in manifest.blocks:
                     made_by = {"device": place.type, "torch": torch.__version__, "tribe": __version__}
                     blocks = {**manifest.blocks, domain: {"sha256": files.sha256(domain), **made_by}}
                     manifest = write_manifest(folder, replace(manifest, blocks=blocks))
-                    progress.finish(domain)
+                advance(domain, 0)
+    there = [domain for domain in domains if domain not in made]
     return Summary(folder, made, there, files.count, time.perf_counter() - started)
 
 
@@ -339,7 +334,7 @@ def _corrupt(
     missing: Mapping[str, NDArray[np.bool_]],
     seed: int,
     device: torch.device,
-    progress: GenerationProgress,
+    advance: Callable[[str, int], None],
 ) -> None:
     """Corrupt the missing images in chunks; the clean images of the next chunk are read meanwhile."""
     wanted = torch.from_numpy(np.logical_or.reduce(list(missing.values()))).nonzero().flatten()
@@ -359,7 +354,7 @@ def _corrupt(
                     name, _, severity = domain.partition("@")
                     x = to_bytes(apply(some, name, int(severity), seed=seed, index=chunk[rows]))
                     files.write(domain, chunk[rows], x.permute(0, 2, 3, 1).contiguous().cpu().numpy())
-                    progress.advance(domain, len(rows))
+                    advance(domain, len(rows))
 
 
 @contextlib.contextmanager

@@ -262,40 +262,24 @@ def _grouped(found: list[PlayedStream]) -> tuple[ResultGroup, ...]:
         group = groups[_canonical([shared, played.domains, played.classes])]
         group[_canonical(played.spec.get("method"))].append(played)
     facts = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
-    labels = _labels([played.spec for played in found])
-    return tuple(ResultGroup(texts, _rows(groups[key], labels)) for key, texts in facts)
+    return tuple(ResultGroup(texts, _rows(groups[key])) for key, texts in facts)
 
 
-def _rows(rows: Mapping[str, list[PlayedStream]], named: Mapping[str, str]) -> tuple[MethodRow, ...]:
+def _rows(rows: Mapping[str, list[PlayedStream]]) -> tuple[MethodRow, ...]:
     counts: Counter[str] = Counter()
     made = []
     for key in sorted(rows):
-        label = named[_canonical(rows[key][0].spec)]
+        label = _label(rows[key][0].spec)
         counts[label] += 1
         number = f" ({counts[label]})" if counts[label] > 1 else ""
         made.append(MethodRow(label + number, tuple(sorted(rows[key], key=lambda p: _natural(str(p.seed))))))
     return tuple(sorted(made, key=lambda row: _source_first(row.label)))
 
 
-def _labels(specs: list[Mapping[str, Any]]) -> dict[str, str]:
-    """Return for each spec the name of its method, with the fields that differ from the published ones.
-
-    Of a method that is not registered here, these are unknown: then with the fields that differ between results.
-    """
-    values: dict[str | None, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for spec in specs:
-        name, fields = component(spec.get("method"))
-        for key, value in by_place(fields).items():
-            values[name][key].add(_canonical(value))
-    labels = {}
-    for spec in specs:
-        name, fields = component(spec.get("method"))
-        differing = {key: value for key, value in by_place(fields).items() if len(values[name][key]) > 1}
-        shown = by_place(departures(spec)) if is_known(name) else differing
-        labels[_canonical(spec)] = ", ".join(
-            (name or "no method named", *(_field(place, value) for place, value in shown.items()))
-        )
-    return labels
+def _label(spec: Mapping[str, Any]) -> str:
+    """Return the name of a spec's method, with the fields that differ from the published ones."""
+    name = component(spec.get("method"))[0] or "no method named"
+    return ", ".join((name, *(_field(place, value) for place, value in by_place(departures(spec)).items())))
 
 
 def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -306,21 +290,21 @@ def _facts(keys: list[str]) -> list[tuple[str, tuple[str, ...]]]:
         alike[_main_facts(specs[key][0])].append(key)
     found = []
     for facts, same in alike.items():
-        flat = {key: by_place(specs[key][0]) for key in same}
-        fields = _distinguishing(flat)
-        if not fields:  # the specs are equal, only the tables differ
-            flat = {key: {"domains": specs[key][1], "classes": specs[key][2]} for key in same}
+        shared, *tables = zip(*(specs[key] for key in same), strict=True)  # only the tables differ if no spec does
+        flat = [by_place(spec) for spec in shared]
+        if not (fields := _distinguishing(flat)):
+            flat = [{"domains": domains, "classes": classes} for domains, classes in zip(*tables, strict=True)]
             fields = _distinguishing(flat)
-        for key in same:
-            more = (_field(field.replace(".fields", ""), flat[key].get(field, "unknown")) for field in fields)
+        for key, values in zip(same, flat, strict=True):
+            more = (_field(field.replace(".fields", ""), values.get(field, "unknown")) for field in fields)
             found.append((key, (*facts, *more)))
     return found
 
 
-def _distinguishing(flat: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _distinguishing(flat: Sequence[Fields]) -> list[str]:
     """Return the fields in which some differ."""
-    fields = sorted({field for found in flat.values() for field in found})
-    return [field for field in fields if len({_canonical(found.get(field)) for found in flat.values()}) > 1]
+    fields = sorted({field for found in flat for field in found})
+    return [field for field in fields if len({_canonical(found.get(field)) for found in flat}) > 1]
 
 
 def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
@@ -366,11 +350,6 @@ def _source_first(label: str) -> tuple[bool, str]:
     return label != "source", label
 
 
-def is_known(method: str | None) -> bool:
-    """Whether this is a method, or a variant of one, that is registered here; with a time filter or without."""
-    return method is not None and methods.parse(method).method in methods.names()
-
-
 def component(value: Any) -> tuple[str | None, Fields]:
     """Return name and fields of a component in a spec; (None, {}) where its form is unknown."""
     if isinstance(value, str):
@@ -384,7 +363,8 @@ def component(value: Any) -> tuple[str | None, Fields]:
 def departures(spec: Fields) -> dict[str, Any]:
     """Return the fields in which a spec's method differs from what `tribe run` chooses for the data set.
 
-    Fields that follow from others, as TRIBE's details follow from its convention, are left out.
+    Fields that follow from others, as TRIBE's details follow from its convention, are left out. Of a method that is
+    not registered here, these are all its fields.
     """
     (name, fields), (data, _) = component(spec.get("method")), component(spec.get("dataset"))
     given = {key: value for key, value in fields.items() if key not in CHOSEN}
@@ -401,8 +381,8 @@ def departures(spec: Fields) -> dict[str, Any]:
 
 
 def _built(name: str | None, data: str | None, fields: Fields, overrides: Fields) -> dict[str, Any]:
-    """Return the fields of a method with some overrides; none if it cannot be built here."""
-    if name is None or not is_known(name):
+    """Return the fields of a method with some overrides; none if it is not registered or cannot be built here."""
+    if name is None or methods.parse(name).method not in methods.names():
         return {}
     dataset = datasets.get(data) if data in datasets.names() else None
     clean = datasets.optional(dataset, "clean_name") or data
