@@ -19,11 +19,11 @@ from reproduction.tables import Cell, Table, matching
 from tribe import methods
 from tribe.core.precision import precision_on
 from tribe.experiments.experiment import Experiment, difference
+from tribe.experiments.parallel import error_message
 from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.store import Result
 from tribe.experiments.stream import Stream
 from tribe.experiments.workbench import Workbench, build_scenario, trained_on
-from tribe.experiments.workers import error_message
 from tribe.registry import nearest
 
 FAILURES = (ValueError, TypeError, OSError, ImportError)  # data, weights, source knowledge or a library are missing

@@ -6,8 +6,8 @@ import pytest
 
 from commands import assert_refused, message, succeeded, tribe_command
 from tribe import norms
+from tribe.experiments.parallel import custom_code
 from tribe.experiments.store import finished
-from tribe.experiments.workers import custom_code
 
 pytestmark = pytest.mark.usefixtures("few")
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=1000000")

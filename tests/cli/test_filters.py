@@ -8,10 +8,10 @@ from commands import tribe_command
 from tribe.cli.options import method_names
 from tribe.experiments.bench import contenders
 from tribe.experiments.experiment import Experiment
+from tribe.experiments.parallel import custom_code
 from tribe.experiments.provenance import code_at, from_file
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
-from tribe.experiments.workers import custom_code
 
 MINE = '''
 from dataclasses import dataclass

@@ -21,11 +21,10 @@ from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
 from tribe.experiments.execution import RunSettings
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.parallel import Failure, run_all
+from tribe.experiments.parallel import Failure, custom_code, make_job, run_all, run_job
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.store import Result
 from tribe.experiments.workbench import Workbench
-from tribe.experiments.workers import custom_code, make_job, run_job
 
 pytestmark = pytest.mark.filterwarnings("ignore:an imbalance of")
 

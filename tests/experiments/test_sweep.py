@@ -13,7 +13,6 @@ from tribe.experiments.sweep import (
     default_score,
     lowest,
     make_axes,
-    mean_over_seeds,
     points_of,
     predicted_classes,
 )
@@ -98,5 +97,3 @@ def test_the_number_of_predicted_classes_shows_a_collapse():
     assert predicted_classes(record()) == pytest.approx(1), "one class alone"
     half = record()._replace(prediction=torch.tensor([0, 2, 2, 0]))
     assert predicted_classes(half) == pytest.approx(2)
-    assert mean_over_seeds([record(), half], predicted_classes) == pytest.approx(1.5)
-    assert math.isnan(mean_over_seeds([], predicted_classes))

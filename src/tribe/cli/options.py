@@ -68,9 +68,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 def parse_seeds(text: str) -> tuple[int, ...]:
     """Return the seeds of --seeds: a number is how many, from 0 on; with a comma, it is a list of seeds.
 
-    Example:
-        >>> parse_seeds("2"), parse_seeds("425,1,2"), parse_seeds("7,")
-        ((0, 1), (425, 1, 2), (7,))
+    >>> parse_seeds("2"), parse_seeds("425,1,2"), parse_seeds("7,")
+    ((0, 1), (425, 1, 2), (7,))
     """
     try:
         numbers = [int(word) for word in text.split(",") if word.strip()]
@@ -86,9 +85,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 def parse_severities(text: str) -> list[int]:
     """Return the severities in a text such as "5", "1-5" or "1,3".
 
-    Example:
-        >>> parse_severities("1,3-5")
-        [1, 3, 4, 5]
+    >>> parse_severities("1,3-5")
+    [1, 3, 4, 5]
     """
     severities: list[int] = []
     for part in text.split(","):
@@ -131,11 +129,10 @@ def parse_overrides(texts: Sequence[str] | None, components: Sequence[str], plai
 
     Names without a dot that may be set, such as ``batch``, are in ``plain``; they are fields of the component "".
 
-    Example:
-        >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])
-        {'scenario': {'sigma': 0.01}, 'tent': {'optimizer': 'sgd'}, 'bn': {}}
-        >>> parse_overrides(["batch=32"], ["tent"], ["batch"])
-        {'tent': {}, '': {'batch': 32}}
+    >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])
+    {'scenario': {'sigma': 0.01}, 'tent': {'optimizer': 'sgd'}, 'bn': {}}
+    >>> parse_overrides(["batch=32"], ["tent"], ["batch"])
+    {'tent': {}, '': {'batch': 32}}
     """
     overrides: Overrides = {component: {} for component in components}
     overrides |= {"": {}} if plain else {}

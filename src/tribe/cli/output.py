@@ -17,11 +17,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tribe.experiments.experiment import Experiment
-from tribe.experiments.parallel import Failure
+from tribe.experiments.parallel import ExperimentProgress, Failure
 from tribe.experiments.spec import plain
 from tribe.experiments.statistics import spread
 from tribe.experiments.store import Result
-from tribe.experiments.workers import ExperimentProgress
 from tribe.fields import printable
 from tribe.io.files import write_atomically
 
@@ -107,9 +106,8 @@ def result_cells(result: Result) -> list[Text]:
 def percent(shares: Sequence[float]) -> str:
     """Return the errors of some seeds as the text of a cell.
 
-    Example:
-        >>> percent([0.25]), percent([0.1, 0.3]), percent([float("nan")])
-        ('25.00', '20.00 ± 14.14', 'no labels')
+    >>> percent([0.25]), percent([0.1, 0.3]), percent([float("nan")])
+    ('25.00', '20.00 ± 14.14', 'no labels')
     """
     return "no labels" if any(map(math.isnan, shares)) else str(spread([100 * share for share in shares]))
 

@@ -34,10 +34,9 @@ def code_of(*parts: Any, strict: bool = True) -> str | None:
 
     With ``strict``, code that is in no file, as in a notebook, is refused. Otherwise it is left out.
 
-    Example:
-        >>> from tribe.methods.tent import Tent
-        >>> code_of(Tent) is None
-        True
+    >>> from tribe.methods.tent import Tent
+    >>> code_of(Tent) is None
+    True
     """
     files = [(_file_of(part), part) for part in parts if not is_ours(part)]
     if strict and (lost := [part for file, part in files if file is None]):

@@ -50,11 +50,10 @@ def describe(name: str, component: Any, strict: bool = True) -> ComponentSpec:
 def same_for_all_seeds(scenario: Any) -> str | None:
     """Return why a scenario of a spec plays one stream for all seeds; None if it does not, or is unknown here.
 
-    Example:
-        >>> same_for_all_seeds({"name": "replay", "fields": {}})
-        "the stream is the order of the files; only order='random' depends on the seed"
-        >>> same_for_all_seeds({"name": "replay", "fields": {"order": "random"}}), same_for_all_seeds("gli-f")
-        (None, None)
+    >>> same_for_all_seeds({"name": "replay", "fields": {}})
+    "the stream is the order of the files; only order='random' depends on the seed"
+    >>> same_for_all_seeds({"name": "replay", "fields": {"order": "random"}}), same_for_all_seeds("gli-f")
+    (None, None)
     """
     name, fields = (scenario.get("name"), scenario.get("fields")) if isinstance(scenario, Mapping) else (scenario, {})
     if name not in scenarios.registry.names() or (isinstance(fields, Mapping) and fields.get("order") == "random"):
@@ -65,9 +64,8 @@ def same_for_all_seeds(scenario: Any) -> str | None:
 def canonical(value: Any) -> str:
     """Return the one JSON text of plain data: equal texts, equal data. Ids are hashes of it.
 
-    Example:
-        >>> canonical({"b": 100.0, "a": (0.9, 1.0)})
-        '{"a":[0.9,1],"b":100}'
+    >>> canonical({"b": 100.0, "a": (0.9, 1.0)})
+    '{"a":[0.9,1],"b":100}'
     """
     return json.dumps(with_whole_numbers(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -84,9 +82,8 @@ def with_whole_numbers(value: Any) -> Any:
 def plain(value: Any) -> Any:
     """Return a value as JSON can hold it; a number that is not finite becomes null, any other object its repr.
 
-    Example:
-        >>> plain({"a": (1, math.nan)})
-        {'a': [1, None]}
+    >>> plain({"a": (1, math.nan)})
+    {'a': [1, None]}
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
@@ -102,9 +99,8 @@ def plain(value: Any) -> Any:
 def by_place(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return all values of a spec by their place.
 
-    Example:
-        >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
-        {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
+    >>> by_place({"batch": 64, "scenario": {"name": "gli-f", "fields": {"sigma": 0.1}}})
+    {'batch': 64, 'scenario.name': 'gli-f', 'scenario.fields.sigma': 0.1}
     """
     values: dict[str, Any] = {}
     for name, value in spec.items():
@@ -115,11 +111,10 @@ def by_place(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the places where two specs differ, with both values; None also where a spec lacks the place.
 
-    Example:
-        >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
-        [('scenario.sigma', 0.1, 0.2)]
-        >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
-        [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
+    >>> list(differences({"batch": 64, "scenario": {"sigma": 0.1}}, {"batch": 64, "scenario": {"sigma": 0.2}}))
+    [('scenario.sigma', 0.1, 0.2)]
+    >>> list(differences({"knowledge": {"digest": "5f"}}, {"knowledge": None, "code": None}))
+    [('code', None, None), ('knowledge', {'digest': '5f'}, None)]
     """
     for name in sorted(one.keys() | other.keys()):
         a, b = one.get(name), other.get(name)

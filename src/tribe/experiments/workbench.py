@@ -259,13 +259,12 @@ def _convert(wanted: Any, value: Any) -> Any:
 
     Numbers become text where the field, or an item of its sequence, is text.
 
-    Example:
-        >>> _convert(bool | None, "false"), _convert(bool | None, "NONE"), _convert(str, "none")
-        (False, None, 'none')
-        >>> _convert(Sequence[str] | None, "fog,snow"), _convert(Sequence[int], 5), _convert(str, "fog,snow")
-        (('fog', 'snow'), (5,), 'fog,snow')
-        >>> _convert(Sequence[str] | None, (9, 8)), _convert(Sequence[str], 9), _convert(str, 2024)
-        (('9', '8'), ('9',), '2024')
+    >>> _convert(bool | None, "false"), _convert(bool | None, "NONE"), _convert(str, "none")
+    (False, None, 'none')
+    >>> _convert(Sequence[str] | None, "fog,snow"), _convert(Sequence[int], 5), _convert(str, "fog,snow")
+    (('fog', 'snow'), (5,), 'fog,snow')
+    >>> _convert(Sequence[str] | None, (9, 8)), _convert(Sequence[str], 9), _convert(str, 2024)
+    (('9', '8'), ('9',), '2024')
     """
     kinds = get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
     constants = {str(constant).lower(): constant for constant in (True, False, None) if type(constant) in kinds}

@@ -90,7 +90,7 @@ def error_over_time(group: ResultGroup, rows: Sequence[MethodRow], series: Serie
     caption = f"Prequential: the error over the last {window} images, mean over seeds."
     caption += " A vertical line marks the start of a domain." if borders else ""
     legend = {label: label for label in curves}
-    return _chart(figure, group, "Error over time", caption, legend, _sampled(places, curves))
+    return _chart(figure, group, "Error over time", caption, legend)
 
 
 def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
@@ -152,8 +152,7 @@ def estimates(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> 
         legend[label] = f"{label}: {apart}, {count} alarm{'s' * (count != 1)}"
     caption = f"Accuracy over the last {window} images, mean over seeds; dotted: as it was estimated, without labels."
     caption += " A mark at the top is an alarm." if found else " There was no alarm."
-    columns = {f"{label}, {what}": of[label] for label in true for what, of in (("true", true), ("estimated", guessed))}
-    return _chart(figure, group, "Accuracy, estimated and true", caption, legend, _sampled(places, columns), found)
+    return _chart(figure, group, "Accuracy, estimated and true", caption, legend, description=found)
 
 
 def class_map(group: ResultGroup, title: str, shares: Tensor, down: str, names: Sequence[str] = ()) -> "Markup":
@@ -218,13 +217,6 @@ def _lines(names: Sequence[str], columns: Mapping[str, Sequence[float]]) -> list
         label: ["–" if math.isnan(value) else f"{value:.2f}" for value in values] for label, values in columns.items()
     }
     return [(name, *(column[i] for column in cells.values())) for i, name in enumerate(names)]
-
-
-def _sampled(places: Tensor, columns: Mapping[str, Sequence[float]]) -> tuple[Sequence[str], list[tuple[str, ...]]]:
-    """Return a table of about ten places."""
-    some = slice(None, None, max(1, len(places) // 10))
-    names = [f"{place:,}" for place in (places + 1).tolist()[some]]
-    return ("image", *columns), _lines(names, {label: values[some] for label, values in columns.items()})
 
 
 def _axes(across: str, up: str, *, fitted: bool = False) -> tuple[Any, Any]:
