@@ -10,17 +10,8 @@ from torch import nn
 from tribe.core.slots import Slot
 
 
-class Lock:
+class Lock(threading.Condition):
     """A reentrant lock. A copy or a pickle gets a new one, so an object that has a lock can be copied."""
-
-    def __init__(self) -> None:
-        self._lock: Any = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
 
     def __reduce__(self) -> Any:
         return type(self), ()

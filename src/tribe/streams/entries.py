@@ -1,6 +1,5 @@
 """Entries of named states, immutable and replaced as a whole, with bounded memory on a device."""
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,18 +51,18 @@ class ReadersLock(Lock):
     """The lock of a table, which is held for a moment, and the states that predictions read at the moment."""
 
     def __init__(self) -> None:
-        self._lock: Any = threading.Condition()
+        super().__init__()
         self.states: list[Any] = []
 
     def forget(self, state: Any) -> None:
         """Count a state as read once less."""
         del self.states[next(i for i, other in enumerate(self.states) if other is state)]
-        self._lock.notify_all()
+        self.notify_all()
 
     def wait_for_older(self, state: Any) -> None:
         """Wait until no prediction reads another state than this one."""
         with self:
-            self._lock.wait_for(lambda: all(other is state for other in self.states))
+            self.wait_for(lambda: all(other is state for other in self.states))
 
 
 class EntryTable:
