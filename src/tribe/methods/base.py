@@ -10,7 +10,7 @@ from torch import Tensor
 from tribe.core import losses, memory, optim
 from tribe.core.backbone import Backbone, Output
 from tribe.core.graphs import segment
-from tribe.core.memory import ROOM, Reservoir, Timely
+from tribe.core.memory import ROOM
 from tribe.core.rng import Key
 from tribe.core.rules import Norm, PerBatch
 from tribe.core.state import Affine, Info, Stats, select
@@ -149,14 +149,6 @@ class MemoryMethod(Method):
     capture = "segments"  # the host decides which images enter the memory, and when it is time to learn
     small = {"size": 8}
     presets = {"imagenet": {"room": 3 * 224 * 224}}
-
-    def new_timely(self, net: Backbone, streams: int) -> Timely:
-        """Return an empty memory that prefers recent images."""
-        return memory.new_timely(net, streams, self.size, self.room)
-
-    def new_reservoir(self, net: Backbone, streams: int) -> Reservoir:
-        """Return an empty memory that is a random sample."""
-        return memory.new_reservoir(net, streams, self.size, self.room, self.class_count)
 
     def score(self, p: Tensor) -> Tensor:
         """Return what the memory decides by, besides the labels, from probabilities: the confidences."""

@@ -56,7 +56,7 @@ class Note(MemoryMethod):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> NoteState:
         """Start at the source, the memory empty."""
         affine, stats = net.source(streams)
-        bank = self.new_reservoir(net, streams)
+        bank = memory.new_reservoir(net, streams, self.size, self.room, self.class_count)
         return NoteState(affine, stats, optim.adam_init(affine), bank, *self.new_key_and_info(net, streams, seed))
 
     def deployed(self, net: Backbone, state: NoteState) -> Deployed:

@@ -116,8 +116,8 @@ class Petta(TimelyMethod):
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
         mean = known["mean"].expand(streams, -1, -1).clone()
         moments, anchor = optim.adam_init(student.affine), net.source(streams)[1]
-        clocks = self.new_key_and_info(net, streams, seed)
-        return PettaState(teacher, student, anchor, mean, moments, self.new_timely(net, streams), *clocks)
+        bank, clocks = memory.new_timely(net, streams, self.size, self.room), self.new_key_and_info(net, streams, seed)
+        return PettaState(teacher, student, anchor, mean, moments, bank, *clocks)
 
     @torch.no_grad()
     def look(self, net: Backbone, state: PettaState, batch: ScreenedBatch) -> PettaPrediction:

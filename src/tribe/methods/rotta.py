@@ -77,7 +77,7 @@ class Rotta(TimelyMethod):
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> RottaState:
         """Teacher and student start from the source, the memory empty."""
         teacher, student = Branch(*net.source(streams)), Branch(*net.source(streams))
-        bank = self.new_timely(net, streams)
+        bank = memory.new_timely(net, streams, self.size, self.room)
         return RottaState(
             teacher, student, optim.adam_init(student.affine), bank, *self.new_key_and_info(net, streams, seed)
         )

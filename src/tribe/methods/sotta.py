@@ -71,7 +71,7 @@ class Sotta(MemoryMethod):
         """Start at the source, the memory empty."""
         adapted_channels(net, self.frozen_tail)  # checks frozen_tail
         affine, stats = net.source(streams)
-        bank = self.new_reservoir(net, streams)
+        bank = memory.new_reservoir(net, streams, self.size, self.room, self.class_count)
         key, info = self.new_key_and_info(net, streams, seed)
         return SottaState(affine, stats, optim.adam_init(affine), bank, key.clock.clone(), key, info)
 
