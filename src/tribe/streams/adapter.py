@@ -3,14 +3,14 @@
 import copy
 from collections.abc import Callable, Mapping
 from os import PathLike
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe.core.backbone import Backbone
-from tribe.core.calling import LogitsOutput, NetworkInterface
+from tribe.core.calling import LogitsOutput
 from tribe.core.kernels import Switch
 from tribe.core.placement import deepcopy_module
 from tribe.core.state import StateModule, copy_like, leaves, rebuild
@@ -151,19 +151,31 @@ class AdaptedState(StateModule):
         self._core.move_state(NAME, state)
 
 
-class Adapter(NetworkInterface):
+class Adapter(nn.Module):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
     same layout. A bad image (not finite or far too large, see `tribe.core.validation`) gets equal logits (the uniform
     prediction) and changes nothing; `info` says where bad images were in the last batch and how many were skipped
     while learning. Several threads may use it: calls that learn run one after another, and `predict` does not wait.
+    A Hugging Face pipeline reads ``device``, ``dtype`` and ``config``: ``pipe.model = tribe.adapt(pipe.model)``.
     """
 
     def __init__(self, core: Streams) -> None:
         super().__init__()
         self.net, self.method, self.streams, self._core = core.net, core.method, core.streams, core
         self.adapted = AdaptedState(core)
+
+    if TYPE_CHECKING:  # torch says nothing of what a module takes and returns
+
+        @overload
+        def __call__(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor: ...
+
+        @overload
+        def __call__(self, *, pixel_values: Tensor) -> LogitsOutput: ...
+
+        def __call__(self, *args: Any, **named: Any) -> Any:
+            """Call `forward`."""
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
@@ -206,6 +218,21 @@ class Adapter(NetworkInterface):
         self(x, valid, order)
 
     # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the network, which images must be on."""
+        return self.net.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the precision of the network's weights; images may have another."""
+        return self.net.dtype
+
+    @property
+    def config(self) -> Any:
+        """Return the configuration of a Hugging Face model, also inside a wrapper; None if the network has none."""
+        return next((m.config for m in self.net.model.modules() if hasattr(m, "config")), None)
 
     @property
     def state(self) -> Any:
