@@ -22,6 +22,7 @@ from tribe.core.moments import fold
 from tribe.core.packed import ClassStats, pack
 from tribe.core.placement import (
     SourceNorm,
+    ThreadCopies,
     common_eps,
     copy_model,
     deepcopy_module,
@@ -37,7 +38,6 @@ from tribe.core.placement import (
 from tribe.core.rules import Frozen, Norm
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
-from tribe.core.threads import ThreadCopies
 
 USUAL_EPS = 1e-5  # the default of every normalisation layer of torch
 NO_GRADIENT = (

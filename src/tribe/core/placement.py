@@ -4,6 +4,7 @@ import copy
 import inspect
 import itertools
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -70,6 +71,28 @@ def copy_model(model: nn.Module) -> nn.Module:
             f"the model cannot be copied ({error}), and tribe never adapts the caller's model itself. Usual causes are "
             "tensors that still carry a graph, or hooks of an old weight_norm: remove those first"
         ) from error
+
+
+class ThreadCopies(threading.local):
+    """A thread's copy of a network, for passes that put other weights into its modules.
+
+    The copy has modules of its own and shares the network's tensors. So other threads, and code that reads the network
+    during such a pass, see the source's weights only. The copy is made when it is first needed; a copy or pickle of
+    this object starts empty.
+    """
+
+    model: nn.Module | None = None
+
+    def of(self, model: nn.Module) -> nn.Module:
+        """Return this thread's copy of the model."""
+        if self.model is None:
+            layers = [slot.layer for slot in model.modules() if isinstance(slot, Slot)]
+            tensors = (t for m in (model, *layers) for t in itertools.chain(m.parameters(), m.buffers()))
+            self.model = copy.deepcopy(model, {id(t): t for t in tensors})
+        return self.model
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
 def with_memory_format(t: Tensor, channels_last: bool) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
 from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, rebuild, replace_stream
-from tribe.core.threads import Lock
 from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
@@ -46,7 +45,7 @@ from tribe.methods.encoding import method_for_file, method_from_file
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
-from tribe.streams.entries import Entry, EntryTable
+from tribe.streams.entries import Entry, EntryTable, Lock
 from tribe.streams.names import UnknownStream, check_name, stream_seed
 
 DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many

@@ -1,5 +1,6 @@
 """Entries of named states, immutable and replaced as a whole, with bounded memory on a device."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tribe.core.state import tree_map
-from tribe.core.threads import Lock
 from tribe.health.history import Timeline
 from tribe.health.report import Counts
 from tribe.methods import Deployed
@@ -45,6 +45,13 @@ class Entry:
     def seed(self) -> int:
         """The seed of its first stream."""
         return int(self.state.key.seed[0])
+
+
+class Lock(threading.Condition):
+    """A reentrant lock. A copy or a pickle gets a new one, so an object that has a lock can be copied."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
 
 class ReadersLock(Lock):
