@@ -10,6 +10,7 @@ from benchmarks.operations import count
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import tribe
 from method_runs import repeated
@@ -17,7 +18,7 @@ from places import DATA
 from recordings import CASES, GOLDENS, RECORDED, TOLERANCE, replay
 from tribe.core import graphs, kernels
 from tribe.core.backbone import Backbone
-from tribe.core.graphs import Captured, CapturedSegments, Steps, map_tensors, run_segments_with
+from tribe.core.graphs import Captured, CapturedSegments, Steps, run_segments_with
 from tribe.core.precision import float32_precision
 from tribe.core.state import clone, digest, leaves, select, tree_map
 from tribe.testing import CLASSES, images, ready, small, small_network
@@ -105,7 +106,9 @@ def test_a_segment_reads_no_value(name, fields):
     twin = Backbone(small_network()).to("meta")
 
     def perform(work, args):
-        abroad = tuple(twin if value is net else map_tensors(lambda t: t.to("meta"), value) for value in args)
+        abroad = tuple(
+            twin if value is net else tree_map_only(torch.Tensor, lambda t: t.to("meta"), value) for value in args
+        )
         case = work.__name__, *(str(value) for value in abroad)  # of a tensor: its shape and type
         if case not in seen:
             seen.add(case)

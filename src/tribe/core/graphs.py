@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tribe.core import kernels
 from tribe.core.augment import Augment
@@ -200,15 +201,15 @@ class Recordings:
         static, results, replay = self._recordings[kind]
         _copy_tensors(args, static)
         replay()
-        return map_tensors(Tensor.clone, results[0])
+        return tree_map_only(Tensor, Tensor.clone, results[0])
 
     def _recorded(self, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, list[Any], Work]:
-        static: Any = map_tensors(Tensor.clone, args)
+        static: Any = tree_map_only(Tensor, Tensor.clone, args)
         results: list[Any] = []
 
         def run() -> None:
             done = work(*static)
-            results[:] = results or [map_tensors(torch.empty_like, done)]
+            results[:] = results or [tree_map_only(Tensor, torch.empty_like, done)]
             _copy_tensors(done, results[0])
 
         return static, results, self._record(run)
@@ -281,16 +282,6 @@ def run_segments_with(runner: SegmentRunner) -> Iterator[None]:
         yield
     finally:
         _segment_runner.reset(token)
-
-
-def map_tensors(fn: Callable[[Tensor], Tensor], value: T) -> T:
-    """Return the same tuples with every tensor replaced."""
-    if isinstance(value, Tensor):
-        return fn(value)  # type: ignore[return-value]
-    if isinstance(value, tuple):
-        items = [map_tensors(fn, item) for item in value]
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
-    return value
 
 
 class SideStream:
