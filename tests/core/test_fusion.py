@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernel_runs import DEVICE, HERE, channels_last, drawn, near, runs
 from tribe import norms
-from tribe.core import convolution, fusion, kernels
+from tribe.core import fusion, kernels
 from tribe.core.backbone import Backbone
 from tribe.core.fusion import FusionPlan
 from tribe.core.kernels import activations
@@ -347,7 +347,7 @@ def test_a_frozen_convolution_keeps_its_weights_only(last, size):
     settings = (weight.contiguous(memory_format=form), bias, (2, 1), (1, 0), (1, 2), 2)
     wanted = torch.autograd.grad(F.conv2d(x, *settings).square().sum(), x)[0]
     between = x * 1
-    y = convolution.compute(F.conv2d, (between, *settings), {})
+    y = fusion.convolve(F.conv2d, (between, *settings), {})
     gone = weakref.ref(between)
     del between
     assert gone() is None
@@ -363,5 +363,5 @@ def test_a_frozen_convolution_keeps_its_weights_only(last, size):
 
 def test_a_convolution_whose_weights_learn_is_left_to_torch():
     x, weight = drawn(1, 2, 5, 5).requires_grad_(), drawn(3, 2, 3, 3, seed=1).requires_grad_()
-    y = convolution.compute(F.conv2d, (x, weight), {"padding": "same"})
+    y = fusion.convolve(F.conv2d, (x, weight), {"padding": "same"})
     assert [g.shape for g in torch.autograd.grad(y.sum(), (x, weight))] == [x.shape, weight.shape]

@@ -10,6 +10,9 @@ A value that is fused away must have no other use: no other call takes it, nothi
 compiled code computes what the record does not show. The trial is repeated with the plan, and its logits must agree.
 Each pass checks that it makes the same calls on the same tensors. A network that does not is computed call by call from
 then on; `Fusion.reason` says why.
+
+A convolution whose weights are frozen does not keep its input, as torch does for the gradient of the weights: it would
+be half of the memory of a step, and the gradient of the input needs the weights only.
 """
 
 import copy
@@ -21,15 +24,19 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tribe.core import convolution, kernels
+from tribe.core import kernels
 from tribe.core.kernels import Switch
 from tribe.core.moments import Epilogue, accumulation_dtype
 from tribe.core.slots import Slot, SourcePass, StatisticsSlot, full_precision, set_current_pass
 from tribe.core.state import flatten, tree_map
 
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+ARGUMENTS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")  # of a convolution
+DEFAULTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
 RELU = (F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_)
 ADD = (torch.add, Tensor.add, Tensor.add_)  # the operators + and += call them
 IN_PLACE = (Tensor.add_, F.relu_, torch.relu_, Tensor.relu_)
@@ -294,7 +301,7 @@ class UntracedOpDetector(TorchDispatchMode):
 
 
 def _kind(func: Any) -> Kind:
-    if func in convolution.FUNCTIONS:
+    if func in CONVOLUTIONS:
         return "convolution"
     return "relu" if func in RELU else "add" if func in ADD else "other"
 
@@ -307,7 +314,7 @@ def _fusable(kind: Kind, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     if kind == "relu":
         return isinstance(args[0], Tensor) if args else False
     if kind == "convolution":
-        return convolution.bias_of(args, kwargs) is not None and isinstance(result, Tensor)
+        return bias_of(args, kwargs) is not None and isinstance(result, Tensor)
     return False
 
 
@@ -366,17 +373,17 @@ class FusedPass(TorchFunctionMode):
         return result
 
     def _call(self, number: int, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if func not in convolution.FUNCTIONS:
+        if func not in CONVOLUTIONS:
             if number in self.plan.convolutions:
                 raise Mismatch(f"{func} is called in place of a convolution")
             return func(*args, **kwargs)
-        bias = convolution.bias_of(args, kwargs)
+        bias = bias_of(args, kwargs)
         user = self.plan.convolutions.get(number)
         if user is None:
-            return convolution.compute(func, args, kwargs)
+            return convolve(func, args, kwargs)
         if bias is None:
             raise Mismatch("a convolution has no bias")
-        result = convolution.compute(func, args, kwargs, add_bias=False)
+        result = convolve(func, args, kwargs, add_bias=False)
         self._pending[id(result)] = PendingTensor(result, user, bias, None, 0, torch.is_grad_enabled())
         return result
 
@@ -434,3 +441,53 @@ class FusedPass(TorchFunctionMode):
         """End the pass; raise `Mismatch` if it has not made all the calls of the plan."""
         if self._pending or self._number != self.plan.calls:
             raise Mismatch(f"the pass made {self._number} calls, the trial {self.plan.calls}")
+
+
+# -- convolutions with frozen weights -------------------------------------------------------------------------------
+
+
+def bias_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the bias of a call of a convolution with these arguments; None without one, or if x is not a batch."""
+    given = _convolution_arguments(args, kwargs)
+    bias: Tensor | None = given["bias"]
+    return bias if given["input"].dim() == given["weight"].dim() else None
+
+
+def convolve(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], add_bias: bool = True) -> Tensor:
+    """Call a convolution; with gradients it keeps its weights only, where these are frozen."""
+    given = _convolution_arguments(args, kwargs)
+    x, weight, bias = given["input"], given["weight"], given["bias"]
+    bias = bias if add_bias else None
+    frozen = not weight.requires_grad and (bias is None or not bias.requires_grad)
+    plain = not isinstance(given["padding"], str) and x.dim() == weight.dim() and x.dtype == weight.dtype
+    plain = plain and not torch.is_autocast_enabled(x.device.type)
+    settings = [given[name] for name in ARGUMENTS[3:]]
+    if torch.is_grad_enabled() and x.requires_grad and frozen and plain:
+        return _FrozenConvolution.apply(func, x, weight, bias, *settings)  # type: ignore[no-any-return,no-untyped-call]
+    return func(x, weight, bias, *settings)  # type: ignore[no-any-return]
+
+
+def _convolution_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**DEFAULTS, **dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+
+
+class _FrozenConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.strides, ctx.settings = x.shape, x.stride(), settings
+        return func(x, weight, bias, *settings)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        (weight,) = ctx.saved_tensors
+        axes = weight.dim() - 2
+        stride, padding, dilation = ([t] * axes if isinstance(t, int) else list(t) for t in ctx.settings[:3])
+        # Of x only shape and strides are read: memory in its order, which is never written. An expanded number would do
+        # on the CPU, but cuDNN copies g into the order that x seems to have, and back into that of the weights.
+        x = g.new_empty_strided(ctx.shape, ctx.strides)
+        dx, _, _ = torch.ops.aten.convolution_backward(
+            g, x, weight, None, stride, padding, dilation, False, [0] * axes, ctx.settings[3], (True, False, False)
+        )
+        return (None, dx, *[None] * (2 + len(ctx.settings)))
