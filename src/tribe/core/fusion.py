@@ -231,13 +231,7 @@ class Trial(TorchFunctionMode):
         return tuple(m[1] if m is not None and m[0]() is t else None for m, t in zip(made, tensors, strict=True))
 
     def _record(
-        self,
-        kind: Kind,
-        inputs: tuple[int | None, ...],
-        fusable: bool,
-        slot: int,
-        result: Any,
-        in_place: bool = False,
+        self, kind: Kind, inputs: tuple[int | None, ...], fusable: bool, slot: int, result: Any, in_place: bool = False
     ) -> None:
         made = tensors_in(result)
         one = weakref.ref(made[0]) if len(made) == 1 and made[0] is result else None
