@@ -62,6 +62,9 @@ class Prepared(NamedTuple):
     room: Stats  # (R, K, C), the memory for the statistics to keep
 
 
+Labels = Tensor | Groups | Prepared | None
+
+
 @register("balanced")
 @dataclass(frozen=True)
 class Balanced(NormRule):
@@ -134,14 +137,7 @@ class Balanced(NormRule):
         return lambda columns: Prepared(groups, over_classes[..., columns], room.layer(columns, 0))
 
     def __call__(
-        self,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        stats: ClassStats,
-        labels: Tensor | Groups | Prepared | None,
-        valid: Tensor,
-        eps: float,
+        self, mean: Tensor, var: Tensor, count: int, stats: ClassStats, labels: Labels, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Any]:
         """Update the statistics of the classes in the batch (Eqs. 1, 3, 4) and pool them (Eq. 2).
 

@@ -22,6 +22,9 @@ class DomainGroups(NamedTuple):
     rate: Tensor  # (R, B, 1), 0 for images that do not count
 
 
+Labels = Tensor | DomainGroups | None
+
+
 @register("domains")
 @dataclass(frozen=True)
 class Domains(NormRule):
@@ -55,14 +58,7 @@ class Domains(NormRule):
         return DomainGroups(labels, rate.unsqueeze(2))
 
     def __call__(
-        self,
-        mean: Tensor,
-        var: Tensor,
-        count: int,
-        stats: Stats,
-        labels: Tensor | DomainGroups | None,
-        valid: Tensor,
-        eps: float,
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Labels, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Stats]:
         """Update the statistics of the classes in the batch, and return those of each image's domain."""
         if labels is None:
