@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core.validation import in_order
 from tribe.filters import Filtered, TimeFilter, bounded, informative, register
 
 
@@ -39,12 +40,7 @@ class Cofa(TimeFilter):
         last = torch.where(counted, places, 0).cummax(1).values
         before = torch.cat((torch.zeros_like(last[:, :1]), last[:, :-1]), 1)  # up to the image before
         known = state.seen.unsqueeze(1) | (before > 0)
-        average = (z + _at(both, before)) / 2
+        average = (z + in_order(both, before)) / 2
         better = average.softmax(-1).amax(-1) > z.softmax(-1).amax(-1)
-        new = CofaState(_at(both, last[:, -1:]).squeeze(1), state.seen | counted.any(1))
+        new = CofaState(in_order(both, last[:, -1:]).squeeze(1), state.seen | counted.any(1))
         return Filtered(average.log_softmax(-1), counted & known & better, new)
-
-
-def _at(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows (S, N, K) of each stream at these places (S, N)."""
-    return torch.take_along_dim(values, places.unsqueeze(-1), 1)
