@@ -115,11 +115,6 @@ class EntryTable:
             if (entry := self.entries.get(name)) is not None:
                 self.entries[name] = replace(entry, **fields)
 
-    def drop(self, name: str) -> None:
-        """Remove an entry."""
-        with self.lock:
-            del self.entries[name]
-
     def swap(self, name: str, old: Entry, new: Entry) -> None:
         """Replace an entry by one with the same state elsewhere, unless it was replaced meanwhile."""
         with self.lock:

@@ -146,9 +146,9 @@ class Fleet(Streams):
 
     def drop(self, name: str) -> Self:
         """Forget a stream."""
-        with self.lock:
+        with self.lock, self.table.lock:
             self.entry(name)
-            self.table.drop(name)
+            del self.table.entries[name]
         return self
 
     @property
