@@ -178,8 +178,7 @@ class Backbone(nn.Module):
     @property
     def has_statistics(self) -> bool:
         """Return whether any layer keeps statistics that can adapt (BatchNorm); LayerNorm and GroupNorm keep none."""
-        source: SourceNorm = self.origin.state
-        return source.stats.mean.numel() > 0
+        return bool(self.origin.state.stats.mean.numel())
 
     @property
     def has_affine(self) -> bool:

@@ -156,7 +156,7 @@ def admit_timely(memory: Timely, labels: Tensor, uncertainty: Tensor, valid: Ten
     the highest score, sigmoid(age / M) + uncertainty / log K, the later on a tie, leaves if its score exceeds the
     newcomer's, whose age is 0; else the newcomer is dropped.
     """
-    entries = _entries(memory, labels, valid)
+    entries = _Entries(memory, labels, valid)
     size, rows = entries.size, entries.rows
     number = _host(arrival_numbers(memory, valid))  # (S, B)
     arrival = np.concatenate((_host(memory.arrival), number), 1)  # (S, N)
@@ -196,7 +196,7 @@ def admit_reservoir(
 
     ``always``: no newcomer is dropped; the probability is 1 instead of m_c / n_c.
     """
-    entries = _entries(memory, labels, valid)
+    entries = _Entries(memory, labels, valid)
     size, (streams, batch) = entries.size, labels.shape
     key = Key(seed.cpu().repeat_interleave(batch), arrival_numbers(memory, valid).cpu().flatten())
     coin, lot = rng.uniform(key, DRAWS, (2,)).double().view(streams, batch, 2).unbind(2)
@@ -244,18 +244,14 @@ Array = NDArray[Any]
 Decide = Callable[[int, Array, Array], tuple[Array, Array, Array]]
 
 
-class _Entries(NamedTuple):
+class _Entries:
     """The N entries that the decisions on one batch are about, on the host: the M places, then the B newcomers."""
 
-    same: Array  # (S, N, N) bool, which share a class
-    filled: Array  # (S, M) bool
-    valid: Array  # (S, B) bool
-    rows: Array  # (S,) 0, 1, 2, ...
-
-    @property
-    def size(self) -> int:
-        """Return M."""
-        return int(self.filled.shape[1])
+    def __init__(self, memory: Timely | Reservoir, labels: Tensor, valid: Tensor) -> None:
+        label = _host(torch.cat((memory.label, labels), 1))  # (S, N)
+        self.same = label[:, :, None] == label[:, None, :]  # (S, N, N), which share a class
+        self.filled, self.valid = _host(filled(memory)), _host(valid)  # (S, M) and (S, B)
+        self.size, self.rows = self.filled.shape[1], np.arange(len(label))
 
     def candidates(self, j: int, counts: Array, alive: Array, same_class: Array) -> Array:
         """Return who may leave for newcomer j (S, N): its class where ``same_class`` (S,), else the largest class."""
@@ -284,12 +280,6 @@ class _Entries(NamedTuple):
             held += free
         entered, since = alive | (until <= batch), np.arange(1 - size, batch + 1).clip(0)
         return Turnover(*(torch.from_numpy(t).to(device) for t in (entered, since, until)))
-
-
-def _entries(memory: Timely | Reservoir, labels: Tensor, valid: Tensor) -> _Entries:
-    label = _host(torch.cat((memory.label, labels), 1))  # (S, N)
-    same = label[:, :, None] == label[:, None, :]
-    return _Entries(same, _host(filled(memory)), _host(valid), np.arange(len(label)))
 
 
 def _host(t: Tensor) -> Array:
