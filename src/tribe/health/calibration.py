@@ -11,7 +11,7 @@ over-confident in its own way: so an estimator belongs to one network and one me
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -22,13 +22,13 @@ from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy
 from tribe.core.validation import good_images
-from tribe.fields import is_whole, require
+from tribe.fields import Count, Share, check_fields, is_whole, require
 from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, fit_reference
 from tribe.health.probe import BATCH, ask, source_logits, start_shift
 from tribe.health.regression import GaussianProcess
-from tribe.io.json_files import Where, check
+from tribe.io.json_files import check
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import AnyMethod, Pipeline, count_classes
 from tribe.registry import nearest
@@ -60,10 +60,13 @@ class Calibration:
     estimator: Estimator
     method: str  # the name of the method that played
     network: str  # Backbone.fingerprint(exact=False)
-    images: int  # labelled images
-    accuracy: float  # of the source network on them
+    images: Count  # labelled images
+    accuracy: Share  # of the source network on them
     corruptions: tuple[str, ...]
     normal: Reference = field(compare=False)  # entropies on them by predicted class: see tribe.health.martingale
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all."""
@@ -71,12 +74,12 @@ class Calibration:
 
     def knowledge(self) -> Knowledge:
         """The calibration as source knowledge."""
-        fields = {**vars(self), "corruptions": list(self.corruptions)}
-        normal = fields.pop("normal")
-        fields["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "model"}
+        spec = {**vars(self), "corruptions": list(self.corruptions)}
+        normal = spec.pop("normal")
+        spec["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "model"}
         model = self.estimator.model._asdict()  # among the tensors: the digest covers them
         tensors = normal._asdict() | {MODEL + name: t for name, t in model.items()}
-        return Knowledge(NAME, tensors, fields.pop("network"), fields)
+        return Knowledge(NAME, tensors, spec.pop("network"), spec)
 
     @staticmethod
     def load(path: str | PathLike[str]) -> "Calibration":
@@ -111,24 +114,9 @@ class Calibration:
             )
 
 
-def _count(least: int, most: int) -> Where:
-    return Where(int, lambda n: least <= n <= most, f"a number from {least} to {most}")
-
-
-SHARE = Where(float, lambda v: 0 <= v <= 1, "a number from 0 to 1")
-SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file
-    "estimator": {
-        "classes": _count(2, 2**20),
-        "window": _count(2, 2**20),
-        "temperature": Where(float, lambda v: v > 0, "above 0"),
-        "widening": Where(float, lambda v: v > 0, "above 0"),
-        "spread": SHARE,
-        "unseen": SHARE,
-    },
-    "method": str,
-    "images": _count(1, 2**62),
-    "accuracy": SHARE,
-    "corruptions": [str],
+SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file; the classes check the ranges
+    "estimator": {field.name: float for field in fields(Estimator) if field.name != "model"},
+    **{"method": str, "images": int, "accuracy": float, "corruptions": [str]},
 }
 
 

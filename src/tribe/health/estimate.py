@@ -18,12 +18,13 @@ no value on the host, so that a step that calls them can be captured in a CUDA g
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.losses import probabilities
+from tribe.fields import Positive, Range, Share, check_fields
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
 from tribe.health.regression import GaussianProcess
@@ -123,13 +124,16 @@ def log_odds(share: Tensor) -> Tensor:
 class Estimator:
     """A fitted model of a method's accuracy on a network. Made by `tribe.health.calibration`."""
 
-    classes: int
-    temperature: float
+    classes: Annotated[int, Range(2, 2**20)]
+    temperature: Positive
     model: GaussianProcess = field(compare=False)  # of the log-odds of the accuracy
-    widening: float = 1.0  # of the model's standard error, so that intervals hold corruptions that it has not seen
-    spread: float = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
-    unseen: float = 0.0  # the mean absolute error on a corruption that calibration has not seen
-    window: int = WINDOW
+    widening: Positive = 1.0  # of the model's standard error, so that intervals hold corruptions that it has not seen
+    spread: Share = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
+    unseen: Share = 0.0  # the mean absolute error on a corruption that calibration has not seen
+    window: Annotated[int, Range(2, 2**20)] = WINDOW
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def accuracy(self, features: Features) -> Tensor:
         """Features of windows (...) -> accuracy (...)."""
