@@ -21,7 +21,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.rng import Key
 from tribe.core.state import leaves, stream, tree_map
 from tribe.knowledge import KnowledgeError
-from tribe.methods import petal, ttac
+from tribe.methods import ttac
 from tribe.testing import CLASSES, images, informed, small_network
 
 ALL = ("cotta", "petal", "ttac")
@@ -146,7 +146,8 @@ def test_petals_loss_holds_the_student_to_the_posterior():
         {n: make(p.shape, generator=generator, dtype=torch.float64) for n, p in model.named_parameters()}
         for make in (torch.randn, torch.rand)
     )
-    known = tribe.knowledge.Knowledge("petal", petal.named(mean, var), net.fingerprint(exact=False))
+    tensors = {f"mean/{n}": t for n, t in mean.items()} | {f"var/{n}": t for n, t in var.items()}
+    known = tribe.knowledge.Knowledge("petal", tensors, net.fingerprint(exact=False))
     method = methods.create("petal", classes=CLASSES, spw=0.01, p_th=NEVER, knowledge=known)
     x = images(1, 6, dtype=torch.float64)
     _, state = method.step(net, method.init(net), x)

@@ -5,7 +5,7 @@ for each weight (SWAG-diagonal; Maddox et al., NeurIPS 2019): spw / 2 sum (theta
 weights to reset are not drawn at random: they are those with the smallest squared gradient.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -96,10 +96,6 @@ class Petal(AveragedTeacher):
         var = tree_map(lambda v: v / snapshots, spread)
         settings = {name: getattr(self, name) for name in ("swag_lr", "swag_momentum", "swag_every")}
         made = {"images": images, "snapshots": snapshots, **settings}
-        return Knowledge(self.name, named(layout.unpack(mean), layout.unpack(var)), net.fingerprint(exact=False), made)
-
-
-def named(mean: Mapping[str, Tensor], var: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """PETAL's tensors, from means and variances under the names of the model's state dict."""
-    kinds = {"mean": mean, "var": var}
-    return {f"{kind}/{name}": t.detach().clone() for kind, tensors in kinds.items() for name, t in tensors.items()}
+        kinds = {"mean": layout.unpack(mean), "var": layout.unpack(var)}
+        tensors = {f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()}
+        return Knowledge(self.name, tensors, net.fingerprint(exact=False), made)

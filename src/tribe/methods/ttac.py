@@ -16,7 +16,7 @@ from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.backbone import Output
 from tribe.core.moments import accumulation_dtype
-from tribe.core.state import Affine, Info
+from tribe.core.state import Affine, Info, tree_map
 from tribe.fields import Count, NotNegative, Positive, Range, Share
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, PerBatch, ScreenedBatch, Update, register
@@ -142,7 +142,8 @@ class Ttac(Method):
             clusters.append(classes)
             whole.append(every)
         moved, moments = optim.adam_step(params, all_weights.stack_streams(grads), state.adam, self.lr)
-        new = TtacState(*moved, moments, _stack(clusters), _stack(whole), state.key, state.info)
+        after = (tree_map(lambda *rows: torch.stack(rows), *streams) for streams in (clusters, whole))
+        new = TtacState(*moved, moments, *after, state.key, state.info)
         predicted = torch.cat(logits)
         return Update(predicted, new, self._certain(predicted) & valid, moved.affine)
 
@@ -265,7 +266,3 @@ class Sums:
         mean, cov = torch.where(seen[:, None], mean, mean[-1]), torch.where(seen[:, None, None], cov, cov[-1])
         tensors = {"class_mean": mean[:-1], "class_cov": cov[:-1], "mean": mean[-1], "cov": cov[-1]}
         return {name: t.to(dtype).clone() for name, t in tensors.items()}
-
-
-def _stack(streams: list[Gaussians]) -> Gaussians:
-    return Gaussians(*(torch.stack(parts) for parts in zip(*streams, strict=True)))
