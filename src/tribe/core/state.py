@@ -254,15 +254,9 @@ class StateModule(nn.Module):
         destination.update({prefix + name: t.clone() for name, t in leaves(self.state).items()})
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Mapping[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, metadata: Any, strict: bool, *reports: list[str]
     ) -> None:
+        missing_keys, unexpected_keys, error_msgs = reports
         own = leaves(self.state)
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         if strict:
