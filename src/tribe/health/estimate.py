@@ -1,18 +1,6 @@
 """Estimate the accuracy of a stream without labels, over its last 500 images and over all of it.
 
-Signals of a window become features. A Gaussian process gives the log-odds of the accuracy, and how much it knows:
-
-    confidence    the mean probability of the predicted class, after a temperature
-    agreement     of teacher and student, where the method has a student
-    source        the share of images on which the source agrees, of those that it predicts, too
-    near, middle, deep      how far the statistics of the images are from the source's, in the first, middle and last
-                  third of the network: the source passes some images, see `tribe.health.probe`. Unlike the others it
-                  does not depend on what the network believes
-    concentration           how unequal the predicted classes are: images of one class have other statistics than
-                  those of all
-    repeated      the share of images with the predicted class of the image before. Where classes come in bursts, two
-                  neighbours are predicted alike if both are right, and seldom if one is wrong
-
+Signals of a window become `Features`. A Gaussian process gives the log-odds of the accuracy, and how much it knows.
 `tribe.health.calibration` fits the model. The functions here are pure, over rows with a state of fixed size, and read
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
 """
@@ -37,16 +25,19 @@ CLIP = 0.005  # shares stay so far from 0 and 1 before their log-odds are taken
 
 
 class Features(NamedTuple):
-    """The features of windows, each (...), one value a window; NaN: unknown."""
+    """The features of windows, each (...), one value a window; NaN: unknown. Shares are log-odds, others logarithms.
 
-    confidence: Tensor  # log-odds of the mean confidence
-    agreement: Tensor  # log-odds of the share on which teacher and student agree
-    source: Tensor  # log-odds of the share on which the source agrees
-    near: Tensor  # logarithm
-    middle: Tensor  # logarithm
-    deep: Tensor  # logarithm
-    concentration: Tensor  # logarithm
-    repeated: Tensor  # log-odds of the share of images that are predicted like the image before
+    The distances are those of `tribe.health.probe`. Unlike the others they do not depend on what the network believes.
+    """
+
+    confidence: Tensor  # the mean probability of the predicted class, after a temperature
+    agreement: Tensor  # of teacher and student, where the method has a student
+    source: Tensor  # the share of images on which the source agrees, of those that it predicts, too
+    near: Tensor  # distance of the images' statistics from the source's, in the first third of the network
+    middle: Tensor
+    deep: Tensor
+    concentration: Tensor  # how unequal the predicted classes are: images of one class have other statistics
+    repeated: Tensor  # share of images predicted like the one before: in bursts, neighbours differ where one is wrong
 
 
 class Images(NamedTuple):
@@ -195,7 +186,6 @@ class Estimator:
         return Estimate(accuracy, low, high, overall)
 
     def _features(self, state: "EstimateState") -> Features:
-        """The features of the last images (S,)."""
         filled = torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)  # (S, W)
         return window_features(Images(*(r[:, :-1] for r in state.rings)), filled, self.classes)
 
