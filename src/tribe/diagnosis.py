@@ -116,16 +116,10 @@ def doctor(
         net = model if isinstance(model, Backbone) else Backbone(model)
     except (ValueError, TypeError) as error:
         return Report(False, problems=[str(error)])
-    layers = [
-        LayerReport(
-            slot.name,
-            type(slot.layer).__name__,
-            slot.channels,
-            getattr(slot.layer, "running_mean", None) is not None,
-            slot.layer.weight is not None,
-        )
-        for slot in net.slots
-    ]
+    layers = []
+    for slot in net.slots:
+        statistics, affine = getattr(slot.layer, "running_mean", None) is not None, slot.layer.weight is not None
+        layers.append(LayerReport(slot.name, type(slot.layer).__name__, slot.channels, statistics, affine))
     report: dict[str, Any] = {
         "layers": layers,
         "left_alone": dict(net.left_alone),
@@ -175,7 +169,6 @@ def _size(count: int) -> str:
 
 
 def _not_finite(net: Backbone) -> Iterator[str]:
-    """Return the parameters and statistics that hold NaN or infinity, by name."""
     for place, module in net.model.named_modules():
         layer = module.layer if isinstance(module, Slot) else module
         for name, t in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
@@ -268,7 +261,6 @@ def _accuracy(logits: Tensor, labels: Tensor, confidence: float | None, problems
 
 
 def _try_gradients(net: Backbone, x: Tensor, problems: list[str]) -> None:
-    """Compute one gradient, as methods that learn do."""
     affine, stats = net.source()
     try:
         with torch.enable_grad():

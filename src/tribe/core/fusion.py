@@ -138,7 +138,6 @@ class Fusion:
 
 @torch.no_grad()
 def _try(model: nn.Module, images: Tensor, source_pass: SourcePass) -> tuple[FusionPlan | None, str | None]:
-    """Return the plan of a network, or why there is none."""
     noise = torch.rand(2, *images.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu")
     form = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
     noise = noise.to(images).contiguous(memory_format=form) if images.dim() == 4 else noise.to(images)

@@ -129,7 +129,6 @@ def _over(part: Part | None, chosen: Sequence[int]) -> float | None:
 
 
 def _square(*tensors: Tensor) -> Tensor:
-    """The sum of squares of each row, (S,)."""
     squares = [t.float().square().flatten(1).sum(1) for t in tensors]
     return torch.stack(squares).sum(0)
 

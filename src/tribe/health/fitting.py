@@ -62,7 +62,6 @@ def cut(streams: Sequence[Labelled], window: int, classes: int) -> Windows:
 
 
 def _of_stretches(condition: Tensor, window: int) -> list[tuple[int, Tensor]]:
-    """The images of windows of one condition, with its number."""
     found = []
     for number, stretch in stretches(condition):
         images = torch.arange(stretch.start, stretch.stop)
@@ -72,7 +71,6 @@ def _of_stretches(condition: Tensor, window: int) -> list[tuple[int, Tensor]]:
 
 
 def _of_pieces(images: int, window: int, draw: torch.Generator) -> list[tuple[int, Tensor]]:
-    """The images of windows that are made of pieces of the stream."""
     found = []
     for pieces in PIECES:
         size = min(-(-window // pieces), images)

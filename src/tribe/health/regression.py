@@ -70,7 +70,6 @@ class GaussianProcess(NamedTuple):
         return (prior - known.square().sum(-1)).clamp_min(0) + NOISE
 
     def _standard(self, features: Tensor) -> Tensor:
-        """Standardise, and keep within the range."""
         x = (torch.where(features.isnan(), self.mean, features.to(self.mean.dtype)) - self.mean) * self.factor
         return torch.minimum(torch.maximum(x, self.low), self.high)
 

@@ -177,5 +177,4 @@ def _target(path: str | PathLike[str]) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether this is a pipe or a device."""
     return path.exists() and not path.is_file() and not path.is_dir()

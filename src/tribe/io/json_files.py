@@ -133,7 +133,6 @@ def _kind(schema: Schema) -> tuple[str, Callable[[Any], bool]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value as messages show it, short."""
     if isinstance(value, dict | list):
         return f"{TYPES[type(value)][0]} of {len(value)}"
     return reprlib.repr(value)

@@ -113,7 +113,6 @@ class Bdn(Method):
 
     @torch.no_grad()
     def _passes(self, net: Backbone, state: BdnState, batch: ScreenedBatch) -> tuple[Tensor, BdnState]:
-        """Return the logits and the state after the three passes."""
         x, valid = batch.x, batch.valid
         first = super().logits(net, state, batch)
         labels = mask_logits(first, valid & finite(first)).argmax(-1)  # (S, B)

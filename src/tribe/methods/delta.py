@@ -95,7 +95,6 @@ class Delta(EntropyMethod):
         return select(state.key.clock == 0, Renorm.none_yet(state.stats), state.stats)
 
     def _losses(self, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of each prediction (S, B), and which ones count."""
         if self.loss == "pseudo labels":
             confident = losses.probabilities(logits.detach()).amax(-1) > 0.4
             return losses.cross_entropy(logits, logits.argmax(-1)), valid & confident

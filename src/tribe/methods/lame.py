@@ -87,7 +87,6 @@ class Lame(Source):
     def _pull(
         self, now: Rounds, unary: Tensor, near: Neighbours, valid: Tensor, rounds: int, first_rounds: bool
     ) -> Rounds:
-        """Play some rounds."""
         scores, energy, moving = now
         for i in range(rounds):
             pull = near.sum(scores.softmax(-1))  # W Y

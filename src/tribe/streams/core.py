@@ -424,7 +424,6 @@ class Streams:
         return self._fingerprint
 
     def _saved(self, entry: Entry) -> Saved:
-        """The content of the file of an entry."""
         fields, tensors = method_for_file(self.method), leaves(entry.state)
         return Saved(self.method.name, fields, self.streams, entry.frozen, self.fingerprint, tensors)
 

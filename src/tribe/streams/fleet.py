@@ -115,7 +115,6 @@ class Fleet(Streams):
         return logits[0] if own.added else logits
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
-        """The images of each stream, checked."""
         if not isinstance(images, Mapping):
             raise TypeError(
                 f"expected images by the name of their stream, as {{'cam1': x}}; got {type(images).__name__}"

@@ -49,7 +49,6 @@ def _batches(streams: int, steps: int = 4, dtype: torch.dtype = torch.float32) -
 def _started(
     method: AnyMethod, streams: int = 1, steps: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Backbone, Any]:
-    """Return a network, and the state of streams after some batches."""
     net = small_backbone(dtype)
     return net, _play(method, net, method.init(net, streams), _batches(streams, steps, dtype)).state
 

@@ -189,7 +189,6 @@ def generators_stay() -> Iterator[None]:
 
 
 def _generators() -> dict[str, Any]:
-    """Return the states of the global generators."""
     return {
         "torch's": torch.get_rng_state().tolist(),
         "numpy's": [np.asarray(part).tolist() for part in np.random.get_state()],
