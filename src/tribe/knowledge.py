@@ -107,10 +107,7 @@ def resolve_knowledge(method: Any) -> None:
     if value is None:
         return
     if not isinstance(value, (Knowledge, str, PathLike)):
-        raise KnowledgeError(
-            f"knowledge of {method.name} is the path of a file that tribe source {method.name} wrote, or what its "
-            f"study returns; got {value!r}"
-        )
+        raise KnowledgeError(f"knowledge of {method.name} is what its study returns, or the file of it; got {value!r}")
     knowledge = value if isinstance(value, Knowledge) else Knowledge.load(value)
     if knowledge.method != method.name:
         raise KnowledgeError(f"{knowledge!r} was made for {knowledge.method}; {method.name} needs {method.needs}")
@@ -168,9 +165,7 @@ def study_batches(
     for x, y in batches:
         if not x.is_floating_point():
             hint = "images.float() / 255" if x.dtype == torch.uint8 else "images.float()"
-            raise TypeError(
-                f"source images are {x.dtype}; expected floating point, as the network was trained on: {hint}"
-            )
+            raise TypeError(f"source images are {x.dtype}; expected floating point, as for training: {hint}")
         if y is not None and (y.shape != x.shape[:1] or y.is_floating_point() or bool((y < 0).any())):
             raise ValueError(
                 f"labels are one class number, 0 or more, for each of {len(x)} source images; got {y.dtype} of shape "

@@ -144,7 +144,7 @@ def test_where_nothing_is_reliable_only_momentum_moves_sar():
 
 def test_the_frozen_tail_is_named_or_counted():
     net = network()
-    for names, words in ((("layer4",), "the network has 1, 4"), (("1", "4"), "none can adapt")):
+    for names, words in ((("layer4",), "1, 4"), (("1", "4"), "none can adapt")):
         with pytest.raises(ValueError, match=words):
             methods.create("sar", frozen_tail=names).init(net)
     stages = {f"layer{i}": nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)) for i in (1, 2, 3, 4, 41)}
@@ -230,7 +230,7 @@ def test_sizes_that_patches_do_not_divide_are_resized_and_back():
 def test_deyo_refuses_what_has_no_patches():
     net = Backbone(nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
     method = methods.create("deyo")
-    with pytest.raises(ValueError, match=r"deyo shuffles the patches of images.*shape \(1, 4, 6\)"):
+    with pytest.raises(ValueError, match=r"deyo takes images .*shape \(1, 4, 6\)"):
         method.step(net, method.init(net), torch.rand(1, 4, 6))
 
 
@@ -383,7 +383,7 @@ def test_a_stream_whose_images_change_their_shape_goes_on(make):
 def test_images_without_room_are_refused_and_nothing_is_lost(name):
     adapter = tribe.adapt(small_network(), name, room=192)
     adapter(torch.rand(4, 3, 8, 8))
-    with refused(adapter, ValueError, r"\(3, 9, 9\) have 243 values each; the memory has room for 192.*room=243"):
+    with refused(adapter, ValueError, "243 values.*room=243"):
         adapter(torch.rand(4, 3, 9, 9))
     adapter(torch.rand(4, 3, 8, 8))
 

@@ -158,9 +158,7 @@ def build_method(
     """
     if isinstance(method, Method | Pipeline):
         if fields:
-            raise TypeError(
-                f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
-            )
+            raise TypeError(f"{method.name} is built already: tribe.methods.create({method.name!r}, ...) takes fields")
         counted = method.classes is None and classes is not None
         built = with_fields(method, classes=_count(net, classes)) if counted else method
     else:

@@ -63,9 +63,7 @@ def method_from_file(
     try:
         get(name)
     except ValueError as error:
-        raise StateFileError(
-            f"{path} was saved with method {name!r}, unknown here: import what registers it"
-        ) from error
+        raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import its file") from error
     fields: dict[str, Any] = {}
     for field, value in saved.items():
         if isinstance(value, dict) and "callable" in value:
@@ -99,9 +97,7 @@ def _knowledge(path: str | PathLike[str], saved: Mapping[str, Any], given: Any) 
     try:
         knowledge = place if isinstance(place, Knowledge) else Knowledge.load(place)
     except KnowledgeError as error:
-        raise StateFileError(
-            f"{path} was saved with source knowledge from {saved['knowledge']}: {error}. {hint}"
-        ) from error
+        raise StateFileError(f"{path} was saved with knowledge from {saved['knowledge']}: {error}. {hint}") from error
     if knowledge.digest != saved["digest"]:
         raise StateFileError(
             f"{path} was saved with source knowledge {saved['digest'][:12]} from {saved['knowledge']}; {place} holds "

@@ -39,10 +39,8 @@ class Petal(AveragedTeacher):
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> CottaState:
         """Student and teacher start at the source."""
-        names = WeightLayout(net).names()
-        checked_tensors(
-            self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names.items()}
-        )
+        names = WeightLayout(net).names().items()
+        checked_tensors(self, net, {f"{kind}/{name}": shape for kind in ("mean", "var") for name, shape in names})
         return super().init(net, streams, seed)
 
     def regularised(self, layout: WeightLayout, state: CottaState, grads: Parameters) -> Parameters:
@@ -89,10 +87,7 @@ class Petal(AveragedTeacher):
                 mean = tree_map(lambda m, t, n=n: m + (t - m) / n, before, theta)
                 spread = tree_map(lambda v, t, old, new: v + (t - old) * (t - new), spread, theta, before, mean)
         if snapshots < 2:
-            raise ValueError(
-                f"a posterior needs at least two snapshots of the weights; got {snapshots}, one every "
-                f"{self.swag_every} batches. Give more batches, or a smaller swag_every"
-            )
+            raise ValueError(f"a posterior needs two snapshots, one every {self.swag_every} batches; got {snapshots}")
         var = tree_map(lambda v: v / snapshots, spread)
         settings = {name: getattr(self, name) for name in ("swag_lr", "swag_momentum", "swag_every")}
         made = {"images": images, "snapshots": snapshots, **settings}

@@ -107,14 +107,10 @@ class Ttac(Method):
     def _check(self, known: dict[str, Tensor]) -> None:
         assert isinstance(self.knowledge, Knowledge)
         if (made := self.knowledge.spec.get("statistics", self.statistics)) != self.statistics:
+            raise KnowledgeError(f"{self.knowledge!r} has {made} statistics; make it again with {self.statistics} ones")
+        if self.class_aware and (count := len(known["class_mean"])) != self.classes:
             raise KnowledgeError(
-                f"{self.knowledge!r} describes features under {made} statistics; this TTAC uses {self.statistics} "
-                f"ones. Make it again with statistics={self.statistics!r}"
-            )
-        if self.class_aware and len(known["class_mean"]) != self.classes:
-            raise KnowledgeError(
-                f"{self.knowledge!r} describes {len(known['class_mean'])} classes; this TTAC aligns {self.classes}. "
-                "Make it again, or set class_aware=False"
+                f"{self.knowledge!r} has {count} classes, not {self.classes}: or set class_aware=False"
             )
 
     def deployed(self, net: Backbone, state: TtacState) -> Deployed:
@@ -142,8 +138,8 @@ class Ttac(Method):
             clusters.append(classes)
             whole.append(every)
         moved, moments = optim.adam_step(params, all_weights.stack_streams(grads), state.adam, self.lr)
-        after = (tree_map(lambda *rows: torch.stack(rows), *streams) for streams in (clusters, whole))
-        new = TtacState(*moved, moments, *after, state.key, state.info)
+        all_classes, all_whole = (tree_map(lambda *t: torch.stack(t), *streams) for streams in (clusters, whole))
+        new = TtacState(*moved, moments, all_classes, all_whole, state.key, state.info)
         predicted = torch.cat(logits)
         return Update(predicted, new, self._certain(predicted) & valid, moved.affine)
 

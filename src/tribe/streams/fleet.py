@@ -116,9 +116,7 @@ class Fleet(Streams):
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
         if not isinstance(images, Mapping):
-            raise TypeError(
-                f"expected images by the name of their stream, as {{'cam1': x}}; got {type(images).__name__}"
-            )
+            raise TypeError(f"expected images by the name of their stream, {{'cam1': x}}; got {type(images).__name__}")
         arrived = {}
         for name, x in images.items():
             check_name(name)
