@@ -298,10 +298,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
         (["--json", "nope/x.json"], ["no folder nope"]),
         (["--json", "."], ["is a folder"]),
         (["--model", "wrn28"], ["unknown model", "did you mean", "wrn28_10"]),
-        (
-            ["--model", "wrn28_10"],
-            ["no weights of wrn28_10 for mnist", "--weights FILE", "train mnist --model wrn28_10"],
-        ),
+        (["--model", "wrn28_10"], ["no weights of wrn28_10 for mnist", "train mnist --model wrn28_10"]),
         (["--dataset", "folder"], ["--data FOLDER"]),
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
         (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),

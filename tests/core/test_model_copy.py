@@ -28,19 +28,13 @@ def test_lazy_layers_work_once_their_size_is_known() -> None:
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (
-            nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)),
-            "none of .* can be adapted .*1: Doubled has a custom forward",
-        ),
+        (nn.Sequential(nn.Conv2d(3, 4, 3), Doubled(4)), "none of .* can be adapted .*1: Doubled has a custom"),
         (nn.Sequential(nn.Linear(3, 4), nn.ReLU()), "no normalisation layers.*folded into the convolutions"),
         (nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, elementwise_affine=False)), "neither statistics nor affine"),
         (lazy(), "size of layer '1' is not known yet: run the model once"),
         (nn.Sequential(nn.LazyConv2d(4, 3), nn.BatchNorm2d(4)), "size of layer '0' is not known yet"),
         (torch.jit.script(small()), "the model was compiled by torch.jit .*: give the eager module"),
-        (
-            torch.jit.trace(small(), torch.rand(2, 3, 8, 8), check_trace=False),
-            "the model was compiled by torch.jit .*: give the eager",
-        ),
+        (torch.jit.trace(small(), torch.rand(2, 3, 8, 8), check_trace=False), "compiled by torch.jit .*: give the"),
         (Backbone(small()), "Backbone is or holds a tribe.Backbone.* tribe.adapt takes a Backbone as it is"),
         (tribe.adapt(small()), r"Adapter is or holds a tribe.Backbone.* its .net .* its .export\(\)"),
     ],

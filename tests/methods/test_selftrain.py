@@ -68,11 +68,10 @@ def test_robust_bn_alone_is_a_moving_average_of_batches():
 @pytest.mark.parametrize(
     ("name", "part", "follows"),
     [
-        ("bn+st", "pair", False),
-        ("bn+st+anchor", "pair", False),
-        *(("robust+st", p, p == "pair") for p in ("pair", "anchor")),
-    ]
-    + [("robust+st+anchor", "anchor", True)],
+        *((name, "pair", False) for name in ("bn+st", "bn+st+anchor")),
+        *(("robust+st+anchor", part, True) for part in ("pair", "anchor")),
+        ("robust+st", "anchor", False),
+    ],
 )
 def test_statistics_follow_the_stream_where_they_are_asked_and_else_stand(name, part, follows):
     _, state, net = play(variant(name))

@@ -341,11 +341,6 @@ def test_too_little_room_is_told_before_the_work(clean, tmp_path, monkeypatch):
     assert call(*args).exit_code == 0, "holes need no room"
 
 
-def test_a_place_that_cannot_be_written_to(clean, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert refused(call("cifar10", "--data", clean, "--out", tmp_path / "file"), "cannot be a folder")
-
-
 # -- folders made otherwise --------------------------------------------------------------------------------------------
 
 
