@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from commands import assert_refused, message, succeeded, tribe_command
+from commands import assert_refused, message, succeeded, tribe_command, write_method
 from processes import ended
 from tribe import scenarios
 from tribe.data.datasets.files import mnist_test
@@ -178,21 +178,9 @@ def test_own_network_that_names_its_classifier():
     assert errors[0] == errors[1]
 
 
-OWN_METHOD = """
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-@dataclass(frozen=True)
-class Mine(BN):
-    '''Batch statistics again.'''
-    rate: float = 0.5
-"""
-
-
 @pytest.mark.parametrize("lead", ["", "+"])
 def test_own_method_from_a_file(lead):
-    Path("mine.py").write_text(OWN_METHOD)
-    methods = f"bn, {lead}mine.py:Mine"
+    methods = f"bn, {lead}{write_method('Mine', fields='rate: float = 0.5')}"
     result = play(*TINY, "--methods", methods, "--set", "mine.rate=0.25", "--json", "-", "--out", "out")
     errors = {row["method"]: row["instance_error"] for row in json.loads(result.stdout)["results"]}
     assert errors.keys() == {"bn", "mine"}
@@ -240,17 +228,6 @@ def test_force_computes_anew():
     assert second.environment == first.environment
     assert third.environment["seconds_per_image"] != first.environment["seconds_per_image"]
     assert third.metrics == first.metrics
-
-
-def write_method(name, before):
-    """Write a method that does something before each of its steps; return how `--methods` names it."""
-    lines = "".join(f"        {line}\n" for line in before.splitlines())
-    Path(f"{name.lower()}.py").write_text(
-        "import os, pathlib, signal\nfrom dataclasses import dataclass\nfrom tribe.methods.source import BN\n\n"
-        f"@dataclass(frozen=True)\nclass {name}(BN):\n    def step(self, *given, **options):\n{lines}"
-        "        return super().step(*given, **options)\n"
-    )
-    return f"{name.lower()}.py:{name}"
 
 
 DEADLY = """log, killed = pathlib.Path("steps"), pathlib.Path("killed")
@@ -372,7 +349,7 @@ def test_one_method_that_fails_does_not_end_the_others(error):
     options = ("--methods", f"source,{broken},bn", *setting(*fields), "--out", "out", "--json", "-")
     result = tribe_run(*TINY, *options)
     assert result.exit_code == 2
-    name, words = ("broken", rf"{error}.*of mine.*broken\.py, line 8") if error else ("note", "images of shape .* 784")
+    name, words = ("broken", rf"{error}.*of mine.*broken\.py, line 10") if error else ("note", "images of shape .* 784")
     assert re.search(f"error: {name}: {words}", message(result)), message(result)
     assert message(result).endswith(f"error: {name} could not be played to the end; the reasons are above")
     assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "bn"]

@@ -17,7 +17,7 @@ import torch
 
 import layouts
 import tribe
-from grid import DATA, STREAM, run_experiment
+from grid import DATA, STREAM, run_experiment, stop_at
 from tribe import scenarios
 from tribe.cli.custom import METHOD, component_name
 from tribe.data.datasets.files import MissingData
@@ -211,13 +211,9 @@ def test_one_play_gives_the_results_of_separate_runs(asked, filtered, separate, 
 
 
 def test_a_shared_play_that_was_stopped_goes_on(filtered, separate, played, tmp_path):
-    def stop(done, of, wrong):
-        if done == 4:
-            raise KeyboardInterrupt
-
     runner, batches = ExperimentRunner(RunSettings(tmp_path), planned=filtered[1:3]), []
     with pytest.raises(KeyboardInterrupt):
-        runner.run(filtered[1], progress=stop)
+        runner.run(filtered[1], progress=stop_at(4, KeyboardInterrupt))
     first = runner.run(filtered[1], progress=lambda done, *_: batches.append(done))
     assert batches[0] == 4, "from the checkpoint on"
     same(first, separate[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tribe
-from grid import DATA, run_experiment, same, small
+from grid import DATA, Stopped, run_experiment, same, small, stop_at
 from places import TESTS
 from processes import Process, ended
 from reproduction.keep import keep, stale
@@ -41,18 +41,6 @@ def result(workbench, tmp_path_factory):
 
 def never(*_):
     raise AssertionError("computed, although the results are there")
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at(batch):
-    def stop(done, of, wrong):
-        if done == batch:
-            raise Stopped
-
-    return stop
 
 
 def check_equal(one, other):

@@ -20,7 +20,7 @@ from PIL import Image
 
 import layouts
 import tribe
-from commands import assert_refused, tribe_command
+from commands import refused, tribe_command
 from layouts import WNIDS
 from processes import Prints, Process, Touches, ended, interrupted
 from tribe import corruptions, datasets
@@ -57,14 +57,6 @@ def pictures(tmp_path_factory):
 
 def call(*args):
     return tribe_command("corrupt", *args)
-
-
-def refused(result, *words):
-    assert_refused(result, *words)
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
-    return True
 
 
 def stopped_at(event, *args, **fields):

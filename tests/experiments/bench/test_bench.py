@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tribe
-from commands import assert_refused, succeeded, tribe_command
+from commands import assert_refused, succeeded, tribe_command, write_method
 from places import ROOT
 from processes import ended
 from tribe.core import kernels
@@ -245,23 +245,9 @@ def test_the_command_prints_a_table_and_writes_json(own, tmp_path):
     assert [row.name for row in saved.rows] == ["plain", "channels-last", "tent", "tribe"]
 
 
-CHATTY = """
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-print("words at import")
-
-@dataclass(frozen=True)
-class Chatty(BN):
-    def step(self, *given, **options):
-        print("words of a step")
-        return super().step(*given, **options)
-"""
-
-
-def test_only_json_is_on_stdout_whatever_custom_code_prints(own, tmp_path):
-    (tmp_path / "chatty.py").write_text(CHATTY)
-    result = tribe_command(*own, "--methods", "chatty.py:Chatty", "--json", "-")
+def test_only_json_is_on_stdout_whatever_custom_code_prints(own):
+    chatty = write_method("Chatty", "print('words of a step')", start="print('words at import')")
+    result = tribe_command(*own, "--methods", chatty, "--json", "-")
     report = json.loads(result.stdout)
     assert report["setting"]["model"] == "mine.py:net"
     assert "chatty" in [row["name"] for row in report["rows"]]
