@@ -363,14 +363,6 @@ def test_images_come_from_the_training_split(root, dataset):
     assert command("source", "eata", *arguments, "--out", "out.safetensors").exit_code == 0
 
 
-def test_images_that_are_not_there_are_asked_for(root):
-    for path in root.glob("cifar-*/*.bin"):
-        path.unlink()
-    Path("mine.py").write_text(OWN)
-    arguments = ("--model", "mine.py:net", "--dataset", "cifar10", "--data", root)
-    assert_refused(command("source", "eata", *arguments), "data_batch_1")
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

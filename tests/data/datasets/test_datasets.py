@@ -107,16 +107,17 @@ def python_version(root, monkeypatch):
     return root
 
 
+def contents(data):
+    """Labels and images of a clean data set."""
+    return data.labels(), data.images("clean", torch.arange(len(data.labels())))
+
+
 @pytest.mark.parametrize("split", ["test", "train"])
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
 def test_the_python_version_holds_the_same_as_the_binary_one(name, split, python_version):
-    binary = made(name, python_version, split=split)
-    everything = torch.arange(len(binary.labels()))
-    images = binary.images("clean", everything)
+    binary = contents(made(name, python_version, split=split))
     (python_version / CLEAN_FILES[name]).parent.rename(python_version / "gone")
-    python = made(name, python_version, split=split)
-    assert torch.equal(python.labels(), binary.labels())
-    assert torch.equal(python.images("clean", everything), images)
+    assert all(map(torch.equal, contents(made(name, python_version, split=split)), binary))
 
 
 def test_a_pickle_that_is_not_the_published_one_is_not_opened(root):
@@ -156,13 +157,9 @@ def test_bad_idx_files_are_refused(case, root, monkeypatch):
 
 
 def test_mnist_is_read_gzipped_as_published(root):
-    plain = made("mnist", root)
-    everything = torch.arange(PER)
-    images = plain.images("clean", everything)
+    plain = contents(made("mnist", root))
     layouts.gzip_mnist(root / "mnist")
-    zipped = made("mnist", root)
-    assert torch.equal(zipped.labels(), plain.labels())
-    assert torch.equal(zipped.images("clean", everything), images)
+    assert all(map(torch.equal, contents(made("mnist", root)), plain))
 
 
 def test_the_mnist_test_images_come_with_the_package(tmp_path):
