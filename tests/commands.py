@@ -1,5 +1,7 @@
 """The `tribe` command called in this process, for tests."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("typer")
@@ -36,3 +38,25 @@ def assert_refused(result, *words):
     assert result.exit_code == 2, result.output
     for word in words:
         assert word in message(result)
+
+
+def refused(result, *words):
+    """Whether a command printed one line about an error on stderr, with these words, and nothing on stdout."""
+    assert_refused(result, *words)
+    assert result.stdout == ""
+    stderr = result.stderr.removeprefix("loading\n")  # of the module of a model
+    assert stderr.startswith("error: ")
+    assert len(stderr.splitlines()) == 1
+    return True
+
+
+def write_method(name, before="", fields="", start="", folder="."):
+    """Write a method that does something before each of its steps; return how `--methods` names it."""
+    lines = "".join(f"        {line}\n" for line in before.splitlines())
+    path = Path(folder, f"{name.lower()}.py")
+    path.write_text(
+        "import os, pathlib, signal\nfrom dataclasses import dataclass\nfrom tribe.methods.source import BN\n"
+        f"{start}\n@dataclass(frozen=True)\nclass {name}(BN):\n    'Batch statistics again.'\n    {fields}\n"
+        f"    def step(self, *given, **options):\n{lines}        return super().step(*given, **options)\n"
+    )
+    return f"{path}:{name}"

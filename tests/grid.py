@@ -26,6 +26,20 @@ def run_experiment(experiment, root, workbench=None, progress=None, wait=True, *
     return ExperimentRunner(RunSettings(root, **settings), workbench).run(experiment, progress, wait)
 
 
+class Stopped(Exception):
+    """A run was stopped by a test."""
+
+
+def stop_at(batch, error=Stopped):
+    """A progress that stops a run after a batch."""
+
+    def stop(done, *_):
+        if done == batch:
+            raise error
+
+    return stop
+
+
 def small(workbench, method="source", batch=16, **options):
     """Real digits under one corruption."""
     return Experiment.of(DATA, "compact", STREAM, method, workbench=workbench, batch=batch, **options)

@@ -10,7 +10,6 @@ from places import SHARED
 from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.knowledge import Knowledge
-from tribe.methods import petal
 
 GOLDENS = SHARED / "goldens"  # the full recordings, where they lie beside the repository
 
@@ -89,8 +88,8 @@ def fisher(data, net):
 
 def posterior(data, net):
     """PETAL's recorded settings, its posterior of every parameter included."""
-    mean, var = part(data, "petal_mean"), part(data, "petal_var")
-    return {"spw": 1e-4, "knowledge": knowledge("petal", net, petal.named(mean, var))}
+    tensors = {f"{kind}/{name}": t for kind in ("mean", "var") for name, t in part(data, f"petal_{kind}").items()}
+    return {"spw": 1e-4, "knowledge": knowledge("petal", net, tensors)}
 
 
 def gaussians(data, net):

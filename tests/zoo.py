@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from networks import Around
 from tribe import norms
 from tribe.core.backbone import Backbone, Output
 from tribe.core.state import Affine, Stats
@@ -160,15 +161,9 @@ class ByFrame(Video):
         return late(self.head(self.frames(x)).unflatten(0, x.shape[:2]))
 
 
-class Wrapped(nn.Module):
-    """Changes the output of another network."""
-
-    def __init__(self, change: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.inner, self.change = small(), change
-
-    def forward(self, x: Tensor) -> Any:
-        return self.change(self.inner(x))
+def wrapped(change: Callable[[Tensor], Any]) -> nn.Module:
+    """A network whose output is changed."""
+    return Around(lambda inner, x: change(inner(x)), small())
 
 
 class Bare(nn.Module):
@@ -227,7 +222,7 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNormReLU": (activated, IMAGE),
     "video": (Video, (3, 3, 6, 6)),
     "video by frame": (ByFrame, (3, 3, 6, 6)),
-    ".logits": (partial(Wrapped, lambda y: SimpleNamespace(logits=y, loss=None)), IMAGE),
+    ".logits": (lambda: wrapped(lambda y: SimpleNamespace(logits=y, loss=None)), IMAGE),
 }
 each_model = pytest.mark.parametrize("name", ZOO)
 

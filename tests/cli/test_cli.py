@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import tribe
-from commands import app, succeeded, tribe_command
+from commands import app, refused, succeeded, tribe_command
 from processes import ended
 from tribe.cli import MISSING
 from tribe.cli.commands.list import REGISTRIES
@@ -66,18 +66,6 @@ def call(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tribe_command
-
-
-def refused(result, *words):
-    """Whether a command printed one error message on stderr and exited with 2, without a traceback."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    stderr = result.stderr.removeprefix("loading\n")  # of the module of the model
-    assert stderr.startswith("error: ")
-    assert len(stderr.splitlines()) == 1
-    for word in words:
-        assert word in stderr
-    return True
 
 
 def test_version():
@@ -202,18 +190,6 @@ def test_a_model_by_file_or_by_module(call, place, name):
     result = succeeded(call("doctor", f"{place}:{name}"))
     assert result.stdout.startswith("can be adapted")
     assert "5 classes" in result.stdout
-
-
-def test_doctor_in_a_process(folder):
-    words = ("models_here.py:net", "--shape", "3,16,16", "--json")
-    code, out, err = ended("-m", "tribe", "doctor", *words, cwd=folder)
-    assert code == 0, err
-    report = json.loads(out)
-    assert report["adaptable"]
-    assert report["classes"] == 5
-    assert report["shift"] < 0.3
-    assert report["problems"] == []
-    assert "loading" in err
 
 
 def test_problems_are_exit_code_1(call):

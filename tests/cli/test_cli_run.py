@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import tribe
-from commands import assert_refused, message, succeeded, tribe_command
+from commands import assert_refused, message, succeeded, tribe_command, write_method
 from processes import ended
 from tribe import scenarios
 from tribe.data.datasets.files import mnist_test
@@ -67,17 +67,6 @@ def played(tmp_path_factory, few_digits):
     return folder, json.loads(result.stdout)
 
 
-def test_a_network_of_bfloat16(played, tmp_path):
-    result = play(*SHORT, "--methods", "source,eata", "--set", "precision=bf16", "--out", tmp_path, "--json", "-")
-    report, (_, whole) = json.loads(result.stdout), played
-    assert report["spec"]["precision"] == "bf16"
-    assert whole["spec"]["precision"] == "float32", "a CPU has no TF32"
-    assert report["spec"]["weights"] == whole["spec"]["weights"], "those of the float32 network"
-    row, exact = report["results"][0], whole["results"][0]
-    assert row["calibration_error"] != exact["calibration_error"]
-    assert row["instance_error"] == pytest.approx(exact["instance_error"], abs=0.02)
-
-
 def test_the_summary_holds_the_errors_of_the_records(played):
     folder, report = played
     assert summary(folder) == report
@@ -97,14 +86,6 @@ def test_the_summary_holds_the_errors_of_the_records(played):
     assert report["machine"]["torch"] == torch.__version__
     error = {(row["method"], row["seed"]): row["instance_error"] for row in report["results"]}
     assert error["tribe", 0] < 0.8 * error["source", 0], "adaptation helps on real digits"
-
-
-def test_two_seeds_are_two_streams_and_each_is_what_it_would_be_alone(played):
-    folder, _ = played
-    play(*SHORT, "--methods", "tribe", "--seeds", "1,", "--out", "alone")
-    together, alone = (record(f, "tribe", 1) for f in (folder, "alone"))
-    assert torch.equal(together.label, alone.label)
-    assert (together.prediction == alone.prediction).double().mean() > 0.999  # sums of a larger batch round otherwise
 
 
 def test_more_seeds_are_those_that_are_missing_and_rows_name_their_folders(played):
@@ -197,21 +178,9 @@ def test_own_network_that_names_its_classifier():
     assert errors[0] == errors[1]
 
 
-OWN_METHOD = """
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-@dataclass(frozen=True)
-class Mine(BN):
-    '''Batch statistics again.'''
-    rate: float = 0.5
-"""
-
-
 @pytest.mark.parametrize("lead", ["", "+"])
 def test_own_method_from_a_file(lead):
-    Path("mine.py").write_text(OWN_METHOD)
-    methods = f"bn, {lead}mine.py:Mine"
+    methods = f"bn, {lead}{write_method('Mine', fields='rate: float = 0.5')}"
     result = play(*TINY, "--methods", methods, "--set", "mine.rate=0.25", "--json", "-", "--out", "out")
     errors = {row["method"]: row["instance_error"] for row in json.loads(result.stdout)["results"]}
     assert errors.keys() == {"bn", "mine"}
@@ -261,27 +230,6 @@ def test_force_computes_anew():
     assert third.metrics == first.metrics
 
 
-def test_a_damaged_line_is_warned_of_and_computed_again():
-    succeeded(tribe_run(*TINY, "--methods", "source", "--out", "out"))
-    first, path = results("out")["source"], Path("out/live-mnist-c-cpu.jsonl")
-    path.write_bytes(path.read_bytes()[:-100] + b"\n")
-    again = play(*TINY, "--methods", "source", "--out", "out")
-    assert re.search(r"warning: .*live-mnist-c-cpu.jsonl", message(again))
-    assert "UserWarning" not in again.stderr, "a sentence, not a line of code"
-    assert results("out")["source"].metrics == first.metrics
-
-
-def write_method(name, before):
-    """Write a method that does something before each of its steps; return how `--methods` names it."""
-    lines = "".join(f"        {line}\n" for line in before.splitlines())
-    Path(f"{name.lower()}.py").write_text(
-        "import os, pathlib, signal\nfrom dataclasses import dataclass\nfrom tribe.methods.source import BN\n\n"
-        f"@dataclass(frozen=True)\nclass {name}(BN):\n    def step(self, *given, **options):\n{lines}"
-        "        return super().step(*given, **options)\n"
-    )
-    return f"{name.lower()}.py:{name}"
-
-
 DEADLY = """log, killed = pathlib.Path("steps"), pathlib.Path("killed")
 with log.open("a") as file:
     file.write("step\\n")
@@ -327,10 +275,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
         (["--json", "nope/x.json"], ["no folder nope"]),
         (["--json", "."], ["is a folder"]),
         (["--model", "wrn28"], ["unknown model", "did you mean", "wrn28_10"]),
-        (
-            ["--model", "wrn28_10"],
-            ["no weights of wrn28_10 for mnist", "--weights FILE", "train mnist --model wrn28_10"],
-        ),
+        (["--model", "wrn28_10"], ["no weights of wrn28_10 for mnist", "train mnist --model wrn28_10"]),
         (["--dataset", "folder"], ["--data FOLDER"]),
         (["--dataset", "cifar10-c"], ["CIFAR-10-C", "tribe corrupt cifar10"]),
         (["--dataset", "live-cifar10-c"], ["cifar-10-batches-bin"]),
@@ -397,28 +342,19 @@ def test_after_ctrl_c_it_prints_what_is_finished():
     assert [row["method"] for row in summary("out")["results"]] == ["source"]
 
 
-def test_one_method_that_fails_does_not_end_the_others():
-    options = ("--methods", "note,source,tent", "--set", "note.room=5", "--out", "out")
-    result = tribe_run(*TINY, *options, "--json", "-")
-    assert_refused(result, "error: note: images of shape (1, 28, 28) have 784 values each; the memory has room for 5")
-    assert message(result).endswith("error: note could not be played to the end; the reasons are above")
-    assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "tent"]
-    assert [row["method"] for row in summary("out")["results"]] == ["source", "tent"]
-    assert results("out").keys() == {"source", "tent"}
-
-
-@pytest.mark.parametrize("error", ["RuntimeError('of mine')", "TypeError('of mine')", "KeyError('of mine')"])
-def test_a_custom_method_may_fail_in_any_way(error):
-    """The message names the line."""
-    broken = write_method("Broken", f"raise {error}")
-    options = ("--methods", f"source,{broken},bn", "--out", "out", "--json", "-")
+@pytest.mark.parametrize("error", ["RuntimeError", "TypeError", "KeyError", None])
+def test_one_method_that_fails_does_not_end_the_others(error):
+    """A custom method may fail in any way: the message names the line."""
+    broken, fields = (write_method("Broken", f"raise {error}('of mine')"), ()) if error else ("note", ["note.room=5"])
+    options = ("--methods", f"source,{broken},bn", *setting(*fields), "--out", "out", "--json", "-")
     result = tribe_run(*TINY, *options)
     assert result.exit_code == 2
-    kind = error.partition("(")[0]
-    assert re.search(rf"error: broken: {kind}.*of mine.*broken\.py, line 8", message(result)), message(result)
-    assert message(result).endswith("error: broken could not be played to the end; the reasons are above")
+    name, words = ("broken", rf"{error}.*of mine.*broken\.py, line 10") if error else ("note", "images of shape .* 784")
+    assert re.search(f"error: {name}: {words}", message(result)), message(result)
+    assert message(result).endswith(f"error: {name} could not be played to the end; the reasons are above")
     assert [row["method"] for row in json.loads(result.stdout)["results"]] == ["source", "bn"]
     assert [row["method"] for row in summary("out")["results"]] == ["source", "bn"]
+    assert results("out").keys() == {"source", "bn"}
 
 
 OWN_PARTS = """

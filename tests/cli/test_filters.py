@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from commands import tribe_command
+from commands import tribe_command, write_method
 from tribe.cli.options import method_names
 from tribe.experiments.bench import contenders
 from tribe.experiments.experiment import Experiment
@@ -13,15 +13,6 @@ from tribe.experiments.provenance import code_at, from_file
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import MissingKnowledge, Workbench
 
-MINE = '''
-from dataclasses import dataclass
-from tribe.methods.source import BN
-
-@dataclass(frozen=True)
-class Mine(BN):
-    """A custom method."""
-    rate: float = 0.1
-'''
 DATA = ComponentSpec("live-mnist-c", {"corruptions": ["impulse_noise"]})
 
 
@@ -32,9 +23,8 @@ def workbench():
 
 @pytest.fixture
 def mine(tmp_path, registries):
-    file = tmp_path / "mine.py"
-    file.write_text(MINE)
-    return file
+    write_method("Mine", fields="rate: float = 0.1", folder=tmp_path)
+    return tmp_path / "mine.py"
 
 
 def planned(workbench, method, **fields):

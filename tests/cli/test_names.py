@@ -14,7 +14,7 @@ from commands import assert_refused, succeeded, tribe_command
 from reproduction import render
 from reproduction.chart import draw_chart
 from reproduction.compare import Comparison, Entry
-from tribe import methods, scenarios
+from tribe import scenarios
 from tribe.cli.output import messages
 from tribe.experiments import plots
 from tribe.experiments.bench import measurement, results
@@ -89,9 +89,8 @@ def test_warnings_are_printable_and_printed_once(capsys):
     assert capsys.readouterr().err == "warning: skipped \\x1b[2J.png\n"
 
 
-def test_progress_and_table_show_the_name_of_a_method(monkeypatch):
+def test_progress_and_table_show_the_name_of_a_method(registries):
     name = "[red]x\x1b[2J"
-    monkeypatch.setattr(methods.registry, "_classes", dict(methods.registry._classes))
     text = "import tribe\nclass X(type(tribe.methods.create(\"source\"))):\n    '''Nothing.'''\n"
     Path("mine.py").write_text(f"{text}globals()[{name!r}] = X\n")
     options = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=300", "--out", "out")

@@ -181,22 +181,15 @@ def test_features_are_the_classifiers_input_found_automatically(name: str, found
         assert gap(features[r], input_of(model, model.get_submodule(found), x[r])) <= 1e-5
 
 
-def test_features_are_the_input_of_the_layer_named() -> None:
-    model, x = build("BatchNorm2d"), images("BatchNorm2d")
-    net = Backbone(model, classifier="6")  # the pooling: its input has pixels, which are averaged
-    features = net(x, *net.source(), FROZEN).features
-    assert features is not None
-    assert gap(features[0], input_of(model, model[6], x[0]).mean((2, 3))) <= 1e-5
-
-
-def test_a_convolution_of_one_pixel_serves_as_classifier() -> None:
+def test_features_are_the_input_of_the_layer_named_or_of_a_convolution_of_one_pixel() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*small()[:7], nn.Conv2d(8, 4, 1), nn.Flatten()).eval()
-    net, x = Backbone(model), images("BatchNorm2d")
-    features = net(x, *net.source(), FROZEN).features
-    assert net.classes == 4
-    assert features is not None
-    assert gap(features[0], input_of(model, model[7], x[0]).flatten(1)) <= 1e-5
+    model, x = nn.Sequential(*small()[:7], nn.Conv2d(8, 4, 1), nn.Flatten()).eval(), images("BatchNorm2d")
+    for named, index in ((None, 7), ("6", 6)):  # the input of the pooling has pixels, which are averaged
+        net = Backbone(model, classifier=named)
+        features = net(x, *net.source(), FROZEN).features
+        assert net.classes == (4 if named is None else None)
+        assert features is not None
+        assert gap(features[0], input_of(model, model[index], x[0]).mean((2, 3))) <= 1e-5
 
 
 def test_there_are_no_features_where_frames_are_classified_one_by_one() -> None:

@@ -14,27 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from networks import Around
 from tribe import norms
 from tribe.core.all_weights import WeightLayout
 from tribe.core.backbone import Backbone
 from tribe.core.state import Affine
-from zoo import BALANCED, BATCH, FROZEN, IMAGE, Arguments, Wrapped, build, different_rows, gap, images, run, small
+from zoo import BALANCED, BATCH, FROZEN, IMAGE, Arguments, build, different_rows, gap, images, run, small, wrapped
 
 
 def test_a_slot_outside_a_pass_raises() -> None:
     with pytest.raises(RuntimeError, match="Backbone"):
         Backbone(small()).model(torch.rand(2, *IMAGE))
-
-
-class Elsewhere(nn.Module):
-    """Runs its inner network in some other way than by calling it."""
-
-    def __init__(self, run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inner, self.run = small(), run
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self.inner, x)
 
 
 def in_a_thread(inner: nn.Module, x: Tensor) -> Tensor:
@@ -44,7 +34,7 @@ def in_a_thread(inner: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("run", [in_a_thread, partial(checkpoint, use_reentrant=False)])
 def test_layers_that_run_outside_the_pass_raise_with_the_reason(run: Callable[[nn.Module, Tensor], Tensor]) -> None:
-    net = Backbone(Elsewhere(run))
+    net = Backbone(Around(run, small()))
     affine, stats = net.source()
     affine = Affine(*(t.requires_grad_() for t in affine))
     message = r"torch.utils.checkpoint,.* \(turn checkpointing off\), .* in another thread"
@@ -102,7 +92,7 @@ def test_the_current_pass_is_cleared_after_an_error(error: BaseException) -> Non
     def fail(y: Tensor) -> Tensor:
         raise error
 
-    net, x = Backbone(Wrapped(fail)), images("BatchNorm2d")
+    net, x = Backbone(wrapped(fail)), images("BatchNorm2d")
     with pytest.raises((type(error), ValueError)):
         net(x, *net.source(), FROZEN)
     with pytest.raises(RuntimeError, match="outside"):

@@ -168,18 +168,12 @@ def test_they_take_a_quarter():
     assert 0.25 < small / full < 0.32
 
 
-def test_an_adapter_is_saved_and_goes_on_bit_for_bit(tmp_path):
+def test_an_adapter_keeps_its_codes_through_a_file_and_in_another_precision(tmp_path):
     adapter = tribe.adapt(small_network(), class_stats="packed")
-    for seed in range(3):
-        adapter(images(1, 6, seed)[0])
+    adapter(images(1, 6)[0])
     assert isinstance(adapter.state.pair, PackedStats)
     adapter.save(tmp_path / "state")
-    again = tribe.load(tmp_path / "state", small_network())
-    assert again.method.class_stats == "packed"
-    assert digest(again.state) == digest(adapter.state)
-    x = images(1, 6, 9)[0]
-    assert torch.equal(again(x), adapter(x))
-    assert digest(again.state) == digest(adapter.state)
+    assert tribe.load(tmp_path / "state", small_network()).digest() == adapter.digest()
     assert {t.dtype for t in leaves(adapter.double().state.pair).values()} == {torch.int8, torch.float64}
 
 

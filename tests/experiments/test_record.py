@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from grid import Stopped, stop_at
 from tribe import Record, filters, norms
 from tribe.core.backbone import Backbone
 from tribe.data.scenarios import create
@@ -114,13 +115,9 @@ def test_beginnings_by_hand():
 
 @pytest.mark.parametrize(("method", "part"), [("tribe", "trace"), ("tribe+watch", "watched")])
 def test_a_run_that_was_stopped_goes_on_to_the_same_columns(tmp_path, method, part):
-    def stop(done, *_):
-        if done == 5:
-            raise RuntimeError("a power cut")
-
     where = {"checkpoint": tmp_path / "run.safetensors", "every": 2}
-    with pytest.raises(RuntimeError, match="power cut"):
-        play(method, **where, progress=stop)
+    with pytest.raises(Stopped):
+        play(method, **where, progress=stop_at(5))
     assert equal(getattr(play(method, **where), part), getattr(play(method), part))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from grid import same
+from grid import Stopped, same, stop_at
 from tribe import methods, metrics
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
@@ -62,8 +62,8 @@ def play(method="source", seeds=(0, 1), resets=(), **options):
 
 def stopped(method, path):
     """Stop a run after three batches, with a checkpoint of two."""
-    with pytest.raises(ZeroDivisionError):
-        play(method, checkpoint=path, every=2, progress=lambda done, *_: 1 // (3 - done))
+    with pytest.raises(Stopped):
+        play(method, checkpoint=path, every=2, progress=stop_at(3))
     return path
 
 
@@ -146,18 +146,9 @@ class _Second(Fixed):
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_same_end(tmp_path):
-    path = tmp_path / "run.safetensors"
-    whole = play("tribe")
-
-    class Stopped(Exception):
-        pass
-
-    def stop(done, of, error):
-        if done == 5:
-            raise Stopped
-
+    path, whole = tmp_path / "run.safetensors", play("tribe")
     with pytest.raises(Stopped):
-        play("tribe", checkpoint=path, every=2, progress=stop)
+        play("tribe", checkpoint=path, every=2, progress=stop_at(5))
     assert path.is_file()
     seen = []
     resumed = play("tribe", checkpoint=path, every=2, progress=lambda *update: seen.append(update))
@@ -177,22 +168,6 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
     damage(path)
     with pytest.raises(StateFileError, match="not a checkpoint"):
         play("tribe", checkpoint=path, every=2)
-
-
-def test_a_checkpoint_with_any_flipped_bit_is_refused(tmp_path):
-    """Else the run would end with wrong numbers."""
-    path = stopped("tent", tmp_path / "run.safetensors")
-    whole = path.read_bytes()
-    end_of_header = 8 + int.from_bytes(whole[:8], "little")
-    for place in [*range(9, end_of_header, 97), *range(end_of_header, len(whole), 211), len(whole) - 1]:
-        flipped = bytearray(whole)
-        flipped[place] ^= 1 << place % 8
-        path.write_bytes(flipped)
-        with pytest.raises(StateFileError, match=r"damaged|schema"):
-            play("tent", checkpoint=path)
-        assert path.read_bytes() == flipped, "it is left to whoever owns it"
-    path.write_bytes(whole)
-    play("tent", checkpoint=path)
 
 
 def rewritten(path, tensors=(), without=(), **header):
@@ -277,14 +252,10 @@ def test_ctrl_c_on_a_full_disk_stops_the_run(tmp_path, monkeypatch):
     def write(*_):
         raise CannotWrite("the disk is full")
 
-    def stop(batches, *_):
-        if batches == 3:
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(tensor_file, "write", write)
     warned = pytest.warns(UserWarning, match="the disk is full. The run goes on from batch 0, not 2")
     with warned, pytest.raises(KeyboardInterrupt):
-        play("tribe", checkpoint=tmp_path / "run.safetensors", progress=stop)
+        play("tribe", checkpoint=tmp_path / "run.safetensors", progress=stop_at(3, KeyboardInterrupt))
 
 
 def test_a_checkpoint_may_be_kept_until_the_records_are_written(tmp_path):
@@ -344,17 +315,6 @@ def test_a_method_without_presets_gets_the_number_of_classes(name):
         method.preset("cifar")
 
 
-class Severities(Memory):
-    domains = tuple(f"{name}@{s}" for name in ("fog", "snow") for s in range(1, 6))
-
-
-def test_scenarios_that_change_severity_find_their_domains():
-    stream = Stream(Severities(), create("gradual"), (0,), batch=16)
-    assert set(stream.domains) == set(Severities.domains)
-    severities = [stream.domains[d][-1] for d in stream.schedules[0].domain.tolist()]
-    assert severities == sorted(severities), "from mild to severe"
-
-
 def test_domains_that_the_data_set_lacks_are_named():
     with pytest.raises(ValueError, match=r"need domain 'fog@1'.* --severity 1,2,3,4,5 or .*it has fog@5, snow@5"):
         Stream(Memory(), create("gradual"))
@@ -364,7 +324,7 @@ def test_domains_that_the_data_set_lacks_are_named():
 
 def test_a_method_that_does_not_fit_the_network_is_refused_before_anything_is_read():
     """Catches memories and thresholds for another number of classes, and an error of autograd at the 64th image."""
-    stream = Stream(Unreadable(), create("replay"), batch=4)
+    stream = Stream(data := Memory(), create("replay"), batch=4)
     with pytest.raises(ValueError, match=r"classes=3, but the network's classifier .* has 4 outputs"):
         run(Backbone(small_network()), methods.create("rotta", classes=3), stream)
     net = small_network()
@@ -373,13 +333,4 @@ def test_a_method_that_does_not_fit_the_network_is_refused_before_anything_is_re
             layer.weight = layer.bias = None
     with pytest.raises(ValueError, match="affine parameters"):
         run(Backbone(net), methods.create("rotta", classes=4), stream)
-
-
-class Unreadable:
-    classes, domains = ("a", "b", "c", "d"), ("all",)
-
-    def labels(self, domain):
-        return torch.zeros(8, dtype=torch.int64)
-
-    def images(self, domain, index):
-        raise AssertionError("an image was read")
+    assert not data.reads

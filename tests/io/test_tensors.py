@@ -66,6 +66,13 @@ def test_missing_files_and_folders_are_told_apart(path, tmp_path):
         tensor_file.read(tmp_path, KIND)
 
 
+@pytest.mark.parametrize("content", [b"", b"not a file of ours, but long enough to look like one"])
+def test_a_file_of_no_tensors_is_refused(path, content):
+    path.write_bytes(content)
+    with pytest.raises(TensorFileError, match=r"cut short|not a file of notes"):
+        tensor_file.read(path, KIND)
+
+
 def test_a_kind_raises_its_own_error(path):
     with pytest.raises(StateFileError, match="not a tribe state file"):
         tensor_file.read(path, STATE)

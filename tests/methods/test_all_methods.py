@@ -31,7 +31,10 @@ REFUSED = {  # each value alone; the message names the field
     "petta": {"alpha_0": [1.5], "lambda_0": [-1.0], "loss": ["mse"], "alpha_bn": [2.0], "size": [0]},
     "bdn": {"eta": [2.0], "domains": [1]},
 }
-EACH = [(name, field, value) for name, fields in REFUSED.items() for field in fields for value in fields[field]]
+SELFTRAIN = {"rule": [3], "teacher": ["frozen", "ema"], "nu": [2.0], "memory": [-1]}  # beside its variants
+EACH = [("selftrain", field, value) for field, values in SELFTRAIN.items() for value in values]
+EACH += [("selftrain/robust-bn", "alpha", 2.0)]
+EACH += [(name, field, value) for name, fields in REFUSED.items() for field in fields for value in fields[field]]
 NEED_CLASSES = ("eata", "roid", "cmf", "delta", "cotta", "petal", "ttac", "rotta", "note", "sotta", "petta", "bdn")
 
 

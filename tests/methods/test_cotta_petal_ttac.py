@@ -227,13 +227,16 @@ def test_the_source_gaussians_are_those_of_the_features(statistics):
         assert np.allclose(known["class_cov"][k], cov, atol=1e-5)
 
 
-def test_ttac_with_frozen_statistics_predicts_as_the_source_first():
+@pytest.mark.parametrize(
+    ("fields", "clusters"), [({"statistics": "frozen"}, CLASSES), ({"class_aware": False, "lr": 1e-3}, 0)]
+)
+def test_ttac_learns_with_frozen_statistics_or_without_classes(fields, clusters):
+    """Without classes it aligns all features; with frozen statistics it predicts as the source does first."""
     model = small_network()
-    net = Backbone(model)
-    method = create("ttac", statistics="frozen")
-    x = images(1, 6)
+    net, method, x = Backbone(model), create("ttac", **fields), images(1, 6)
     y, state = method.step(net, method.init(net), x)
-    assert torch.allclose(y[0], model(x[0]), atol=1e-5)
+    assert torch.allclose(y[0], model(x[0]), atol=1e-5) is ("statistics" in fields)
+    assert state.clusters.mean.shape[1] == clusters
     assert not torch.equal(state.weights, method.init(net).weights)
 
 
@@ -247,14 +250,6 @@ def test_ttac_with_frozen_statistics_predicts_as_the_source_first():
 def test_knowledge_of_other_features_is_refused(studied, played, words):
     with pytest.raises(KnowledgeError, match=words):
         dataclasses.replace(create("ttac", **studied), **played).init(Backbone(small_network()))
-
-
-def test_all_features_can_be_aligned_without_classes():
-    net = Backbone(small_network())
-    method = create("ttac", class_aware=False, lr=1e-3)
-    _, state = play(method, net, batches(3))
-    assert state.clusters.mean.shape[1] == 0
-    assert not torch.equal(state.weights, method.init(net).weights)
 
 
 def test_more_members_in_a_batch_than_a_cluster_remembers_leave_a_covariance():

@@ -100,6 +100,7 @@ def test_names_are_split_into_their_parts(name, parts):
         ("tent/slow", {}, ValueError, "tent has no variant 'slow'"),
         ("tribe+time", {"withn": "batch"}, TypeError, "within"),
         ("source+time", {"within": "future"}, ValueError, "within"),
+        ("selftrain", {"rule": "layer", "classes": 4}, ValueError, "unknown norm 'layer'"),
     ],
 )
 def test_wrong_names_and_fields_are_refused(name, fields, error, word):

@@ -6,16 +6,13 @@ import runpy
 import pytest
 
 from places import ROOT
-from tribe import methods
 from tribe.testing import check_method
 
 TUTORIAL = ROOT / "docs/tutorials/add-a-method.md"
 EXAMPLE = ROOT / "examples/my_method.py"
 
 
-@pytest.fixture(autouse=True)
-def registered_here_only(monkeypatch):
-    monkeypatch.setattr(methods.registry, "_classes", dict(methods.registry._classes))
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 def blocks():

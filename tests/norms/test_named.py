@@ -71,10 +71,8 @@ class Broken:
 
 
 @pytest.fixture
-def broken():
+def broken(registries):
     norms.register("broken")(Broken)
-    yield
-    del norms.registry._classes["broken"]
 
 
 @pytest.mark.usefixtures("broken")

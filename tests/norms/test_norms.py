@@ -164,23 +164,14 @@ def test_every_slow_loop_is_of_a_registered_norm() -> None:
     assert {"balanced", "batch", "frozen", "instance", "robust"} <= set(reference.RULES)
 
 
-@pytest.mark.parametrize("norm", CLASS_AGNOSTIC, ids=str)
-def test_class_agnostic_rules_equal_the_slow_loop(norm: Norm) -> None:
-    for seed in range(4):
-        case = draw(norm, seed, rows=3)
-        agrees_with_the_slow_loop(norm, case)
-        agrees_with_the_slow_loop(norm, case._replace(valid=torch.zeros_like(case.valid)))
-        agrees_with_the_slow_loop(norm, case.samples(torch.tensor([0])))
-
-
-@pytest.mark.parametrize("classes", [1, 2, 5, 12])
-def test_balanced_equals_the_slow_loop_in_both_conventions_and_each_single_field(classes: int) -> None:
+@pytest.mark.parametrize("rules", [CLASS_AGNOSTIC, *map(balanced_rules, (1, 2, 5, 12))])
+def test_every_rule_equals_the_slow_loop_balanced_in_both_conventions_and_each_single_field(rules: list[Norm]) -> None:
     """Random batches (with 12 classes some are absent), one class only, one sample only, and nothing valid."""
-    for norm in balanced_rules(classes):
+    for norm in rules:
         for seed in range(3):
             case = draw(norm, seed, rows=3)
             agrees_with_the_slow_loop(norm, case)
-        agrees_with_the_slow_loop(norm, case._replace(labels=torch.full_like(case.labels, classes - 1)))
+        agrees_with_the_slow_loop(norm, case._replace(labels=torch.full_like(case.labels, norm.classes - 1)))
         agrees_with_the_slow_loop(norm, case._replace(valid=torch.zeros_like(case.valid)))
         agrees_with_the_slow_loop(norm, case.samples(torch.tensor([1])))
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import assert_refused, message, succeeded
+from commands import assert_refused, message, succeeded, write_method
 from places import ROOT
 from processes import Touches, ended, interrupted
 from reproduce_helpers import EMBEDDED, SMALL, call
@@ -17,16 +17,6 @@ from reproduction.document import fill
 from tribe.experiments.store import finished
 
 pytestmark = [pytest.mark.usefixtures("nowhere"), pytest.mark.filterwarnings("ignore:an imbalance of")]
-
-SLOW = """
-from tribe.methods.source import Source
-
-class Slow(Source):
-    def step(self, net, state, x, valid=None, retired=None):
-        with open("steps", "a") as file:
-            file.write("a step\\n")
-        return super().step(net, state, x, valid, retired)
-"""
 
 
 def cells_of(parsed):
@@ -202,8 +192,8 @@ def test_a_field_that_does_not_exist_is_named_with_the_cells(setting):
 
 
 def test_ctrl_c_prints_how_to_resume(tmp_path):
-    Path("slow.py").write_text(SLOW)
-    words = ("norms", *SMALL, "--columns", "200", "--rows", "TEST,+slow.py:Slow")
+    slow = write_method("Slow", "with open('steps', 'a') as file:\n    file.write('a step\\n')")
+    words = ("norms", *SMALL, "--columns", "200", "--rows", f"TEST,+{slow}")
     command = ("-m", "tribe", "reproduce", *words)
     stopped = interrupted(*command, when=Touches("open", "steps", 3), cwd=tmp_path)
     assert stopped.code == 130, stopped.err
@@ -243,10 +233,3 @@ def test_claims_and_document_of_finished_runs(played):
 def test_an_unknown_block_of_a_page_is_an_error():
     with pytest.raises(KeyError, match="sum"):
         fill("<!-- begin sum -->\n<!-- end -->", {})
-
-
-def test_stdout_holds_nothing_but_the_table(tmp_path, played):
-    options, _, parsed = played
-    done = ended("-m", "tribe", "reproduce", *options, "--format", "json", cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["cells"] == parsed["cells"]

@@ -467,13 +467,11 @@ def test_the_command_trains_where_the_data_lies(few):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (("cifar10",), "not found"),
         (("mnist", "--set", "epochs=0"), "epochs"),
         (("mnist", "--set", "epoch=1"), "epochs"),
         (("mnist", "--set", "epochs"), "FIELD=VALUE"),
         (("mnist", "--preset", "augmix"), "augmix"),
         (("svhn",), "svhn"),
-        (("mnist", "--out", "nowhere/compact.safetensors"), "nowhere"),
     ],
 )
 def test_the_command_says_what_is_wrong(few, arguments, word):

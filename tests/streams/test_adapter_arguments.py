@@ -7,7 +7,6 @@ import pytest
 from torch import nn
 
 import tribe
-from tribe.methods import check_classes
 from tribe.testing import CLASSES, small_network
 
 
@@ -77,20 +76,6 @@ def test_making(case):
     make, words = MAKING[case]
     with pytest.raises(TypeError if case == "no module" else ValueError, match=words):
         make()
-
-
-def test_the_classes_of_a_method_are_those_of_the_network():
-    single = tribe.Backbone(nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.Flatten(), nn.Linear(384, 1)))
-    for net, classes, words in (
-        (tribe.Backbone(small_network()), 7, "classes=7, but the network's classifier '8' has 4 outputs"),
-        (single, None, r"classifier '3' has a single output.*at least 2.*\(0, z\)"),
-        (single, 1, "single output"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            check_classes(net, classes)
-    for net in (tribe.Backbone(small_network()), tribe.Backbone(HEADLESS)):
-        check_classes(net, None)
-        check_classes(net, CLASSES)
 
 
 def test_numpys_numbers_are_numbers(tmp_path):

@@ -242,14 +242,3 @@ def test_a_wrong_order_is_refused_in_words_and_changes_nothing(order, words):
     adapter = tribe.adapt(reader(), "tent", time="auto")
     with refused(adapter, ValueError, words):
         adapter(x, order=order)
-
-
-# -- images ------------------------------------------------------------------------------------------------------------
-
-
-def test_probabilities_stay_probabilities():
-    (x,), _ = camera(images=100)
-    adapter = tribe.adapt(reader(), "lame", time="cofa")
-    answers = answer(adapter, x)
-    assert torch.allclose(answers.sum(-1), torch.ones(()), rtol=0, atol=1e-5)
-    assert (answers >= 0).all()

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,11 +17,8 @@ from tribe.testing import images, ready, small_network
 MINUTE = timedelta(minutes=1)
 
 
-class Clock:
+class Clock(SimpleNamespace):
     """A clock that a test advances."""
-
-    def __init__(self):
-        self.now = 1000.0
 
     def __call__(self):
         return self.now
@@ -28,7 +26,7 @@ class Clock:
 
 def recorded(batches=0, every=6, seconds=None, streams=1):
     """An adapter with a history of every batch of 6, which has learned from some batches, and its clock."""
-    clock = Clock()
+    clock = Clock(now=1000.0)
     history = tribe.History(every=every, seconds=seconds, clock=clock)
     adapter = learner(small_network(), streams=streams, history=history)
     play(adapter, clock, batches)
@@ -190,7 +188,7 @@ def test_wrong_histories_are_refused():
 
 @pytest.mark.parametrize("method", tribe.methods.names())
 def test_every_method_rolls_back(method):
-    clock = Clock()
+    clock = Clock(now=1000.0)
     adapter = tribe.adapt(small_network(), ready(method), streams=2, history=tribe.History(every=6, clock=clock))
     digests = play(adapter, clock, 3)
     adapter.rollback(MINUTE, stream=1)

@@ -392,15 +392,11 @@ BAD_NAMES = {  # what is wrong: (the call, exception, a word of the message)
     "grey with colour's mean": (lambda: models.create("resnet20", channels=1), ValueError, "for each of 1 channels"),
     "no deviation": (lambda: models.create("compact", normalize=((0.1,), (0.0,))), ValueError, "std above 0"),
     "a missing file": (lambda: models.load("wrn28_10", "none.pt"), FileNotFoundError, "tribe train DATASET"),
-    "weights that are nowhere": (
-        lambda: models.find("wrn28_10", "cifar10", "here"),
+    "no weights": (lambda: models.find("wrn28_10", "cifar10", "h"), FileNotFoundError, "tribe train cifar10 --model"),
+    "no recipe": (
+        lambda: models.find("wrn28_10", "folder", "h"),
         FileNotFoundError,
-        "tribe train cifar10 --model wrn28_10 .*Commands with --weights FILE",
-    ),
-    "weights for data without a recipe": (
-        lambda: models.find("wrn28_10", "folder", "here"),
-        FileNotFoundError,
-        "Place them there. Commands with --weights FILE",
+        "Place them there.*--weights",
     ),
     "load by a wrong name": (lambda: models.load("resnet21", "none.pt"), ValueError, "unknown model 'resnet21'"),
     "timm without a name": (lambda: models.create("timm"), ValueError, "say which of timm's networks"),

@@ -229,10 +229,14 @@ def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tm
     ]
 
 
-def test_what_follows_from_another_field_is_not_said(tmp_path):
-    other = encode_fields(tribe.methods.create("tribe", classes=10, convention="paper"))
-    spec = record(fields=plain(other | tribe.methods.get("tribe").presets["cifar10"])).spec
-    assert groups.departures(spec) == {"convention": "paper"}
+@pytest.mark.parametrize(
+    ("name", "fields", "said"),
+    [("tribe", {"convention": "paper"}, True), ("rotta", {"room": 1}, True), ("rotta", {"room": 10**6}, False)],
+)
+def test_what_follows_from_another_field_or_is_room_for_larger_images_is_no_departure(name, fields, said):
+    method = tribe.methods.create(name, **(tribe.methods.get(name).presets["cifar10"] | {"classes": 10} | fields))
+    spec = record(name, fields=plain(encode_fields(method))).spec
+    assert groups.departures(spec) == (fields if said else {})
 
 
 def test_a_record_that_is_there_twice_counts_once_and_one_that_contradicts_is_named(tmp_path):
@@ -267,13 +271,6 @@ def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewher
 
 
 SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=400")
-
-
-@pytest.mark.parametrize("room", [1, 10**6])
-def test_room_for_larger_images_is_a_departure_only_if_it_is_smaller(room):
-    fields = plain(encode_fields(tribe.methods.create("rotta", classes=10, room=room)))
-    spec = record("rotta", fields=fields, dataset="live-mnist-c").spec
-    assert groups.departures(spec) == ({"room": room} if room == 1 else {})
 
 
 def test_the_command_that_made_a_result_is_shown(tmp_path, monkeypatch, few_digits):
@@ -464,22 +461,17 @@ def test_what_cannot_be_done_is_said_and_nothing_is_lost(tmp_path, make, out, wo
         tribe.Record.load(tmp_path / "runs" / "r.npz")
 
 
-def test_a_result_without_times_is_on_the_page_without_a_point_in_the_chart_of_cost(tmp_path):
-    line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
-    line["environment"]["seconds_per_image"] = None
-    (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
-    runs = report.write(tmp_path, tmp_path / "page.html")
-    assert len(runs.groups) == 1
-    assert not runs.damaged
-
-
 @pytest.mark.parametrize(
     ("place", "value"),
-    [("domain_error", {}), ("class_counts", {}), ("instance_error", 1.5), ("instance_error", -1), ("images", 2**70)],
+    [
+        *(("domain_error", {}), ("class_counts", {}), ("instance_error", 1.5), ("instance_error", -1)),
+        *(("images", 2**70), ("seconds_per_image", None)),
+    ],
 )
-def test_a_result_whose_metrics_cannot_be_is_named_as_damaged(tmp_path, place, value):
+def test_a_result_whose_metrics_cannot_be_is_named_as_damaged_and_one_without_times_is_shown(tmp_path, place, value):
     line = json.loads((ROOT / "results/mnist-c-cpu.jsonl").read_bytes().splitlines()[0])
-    line["metrics"][place] = value
+    line["metrics" if place in line["metrics"] else "environment"][place] = value
     (tmp_path / "mnist-c-cpu.jsonl").write_text(json.dumps(line) + "\n")
-    ((_, reason),) = report.write(tmp_path, tmp_path / "page.html").damaged
-    assert "damaged" in reason
+    runs = report.write(tmp_path, tmp_path / "page.html")
+    assert ["damaged" in reason for _, reason in runs.damaged] == ([True] if value is not None else [])
+    assert len(runs.groups) == (value is None)
