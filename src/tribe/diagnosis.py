@@ -316,4 +316,6 @@ def _suspect_scaling(net: Backbone, x: Tensor, shift: float, problems: list[str]
             f"and {scores[best]:.2f} with the images {best}"
         )
     elif shift > FAR:
-        problems.append(f"the first layer is {shift:.2f} deviations off: the network was trained on other images")
+        problems.append(
+            f"the first layer is {shift:.2f} deviations off: the images are unlike what the network was trained on"
+        )

@@ -107,7 +107,10 @@ def resolve_knowledge(method: Any) -> None:
     if value is None:
         return
     if not isinstance(value, (Knowledge, str, PathLike)):
-        raise KnowledgeError(f"knowledge of {method.name} is what its study returns, or the file of it; got {value!r}")
+        raise KnowledgeError(
+            f"knowledge of {method.name} is the path of a file that tribe source {method.name} wrote, or what its "
+            f"study returns; got {value!r}"
+        )
     knowledge = value if isinstance(value, Knowledge) else Knowledge.load(value)
     if knowledge.method != method.name:
         raise KnowledgeError(f"{knowledge!r} was made for {knowledge.method}; {method.name} needs {method.needs}")

@@ -135,10 +135,10 @@ def test_calibrations_of_the_same_images_are_told_apart(calibration, net):
 @pytest.mark.parametrize(
     ("given", "said"),  # a change of images and labels, or settings
     [
-        (lambda x, y: (x[:50], y[:50]), "too few"),
-        (lambda x, y: (x, y + 1), "labels are 1 to 10"),
+        (lambda x, y: (x[:50], y[:50]), "50 images that can be used are too few .* at least 200"),
+        (lambda x, y: (x, y + 1), "numbered from 0; labels go from 1 to 10"),
         (lambda x, y: (x, (y + 1) % 10), "are the classes numbered in the network's order"),
-        (lambda x, y: (x, y[:-1]), "240 class numbers"),
+        (lambda x, y: (x, y[:-1]), "expected a class number for each of 240 images"),
         (lambda x, y: (x, y.float()), "labels are torch.float32"),
         (lambda x, y: ((255 * x).byte(), y), "images are torch.uint8"),
         ({"corruptions": ("fogg", "spatter", "stripe")}, "unknown corruption 'fogg'"),

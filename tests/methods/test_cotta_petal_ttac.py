@@ -243,8 +243,8 @@ def test_ttac_learns_with_frozen_statistics_or_without_classes(fields, clusters)
 @pytest.mark.parametrize(
     ("studied", "played", "words"),
     [
-        ({"statistics": "frozen"}, {"statistics": "batch"}, "frozen statistics"),
-        ({"class_aware": False}, {"class_aware": True}, "0 classes"),
+        ({"statistics": "frozen"}, {"statistics": "batch"}, "features under frozen statistics; this TTAC uses batch"),
+        ({"class_aware": False}, {"class_aware": True}, "describes 0 classes; this TTAC aligns 4"),
     ],
 )
 def test_knowledge_of_other_features_is_refused(studied, played, words):

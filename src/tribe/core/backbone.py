@@ -152,7 +152,9 @@ class Backbone(nn.Module):
         modules = dict(self.model.named_modules())
         if name is not None:
             if name not in modules:
-                raise ValueError(f"the model has no layer {name!r} to take features from, only {_first_names(modules)}")
+                raise ValueError(
+                    f"the model has no layer {name!r} to take features from; it has {_first_names(modules)}"
+                )
             return {name: modules[name]}
         linear = [n for n, m in modules.items() if isinstance(m, nn.Linear)]
         pointwise = [n for n, m in modules.items() if isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1)]

@@ -95,7 +95,10 @@ def new_reservoir(net: Backbone, streams: int, size: int, room: int, classes: in
 def fit(memory: Memory, x: Tensor) -> Memory:
     """Check that the memory has room for such images (S, B, ...), and drop images of another shape."""
     if (values := math.prod(x.shape[2:])) > (room := memory.image.shape[2]):
-        raise ValueError(f"images {tuple(x.shape[2:])} have {values} values, more than room={room}: set room={values}")
+        raise ValueError(
+            f"images of shape {tuple(x.shape[2:])} have {values} values each; the memory has room for {room}. "
+            f"Make the method with room={values}"
+        )
     number = 1
     for n in x.shape[2:]:
         number = (number * 1_000_003 + n) % 2**61

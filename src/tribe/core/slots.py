@@ -320,4 +320,7 @@ def views_come_first(slot: Slot, model: nn.Module, like: Tensor, source_pass: So
         adjacent, apart = ((a - b).abs().max().item() for a, b in ((one[:half], two[half:]), (one[::2], two[1::2])))
         if min(adjacent, apart) <= 0.05 * one.abs().max().item():  # room for rounding in bfloat16
             return apart < adjacent
-    raise RuntimeError(f"layer {slot.name!r} gets several samples of each image, neither adjacent nor a batch apart")
+    raise RuntimeError(
+        f"layer {slot.name!r} receives several samples of each image, neither adjacent nor a batch apart: which image "
+        "they belong to cannot be determined"
+    )

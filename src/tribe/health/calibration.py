@@ -103,7 +103,10 @@ class Calibration:
     def check(self, net: Backbone, method: AnyMethod | None = None) -> None:
         """Refuse a calibration of another network or, if a method is given, of another method."""
         if self.network != net.fingerprint(exact=False):
-            raise KnowledgeError(f"the calibration is of another network: its weights differ. Make it again: {ADVICE}")
+            raise KnowledgeError(
+                f"the calibration belongs to another network: its weights differ from this one's. Make it again: "
+                f"{ADVICE}"
+            )
         if method is not None and method.name != self.method:
             raise KnowledgeError(
                 f"the calibration was made with {self.method}; this stream adapts with {method.name}, which is "
@@ -206,13 +209,21 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 def _checked(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sound images and their labels, on the CPU."""
     if images.dim() != 4 or not images.is_floating_point():
-        raise ValueError(f"images are {images.dtype} {tuple(images.shape)}; expected floating point (N, C, H, W)")
+        raise ValueError(
+            f"images are {images.dtype} of shape {tuple(images.shape)}; expected floating point (N, C, H, W) in [0, 1]"
+        )
     if labels.shape != images.shape[:1] or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype} {tuple(labels.shape)}; expected {len(images)} class numbers")
+        raise ValueError(
+            f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected a class number for each of "
+            f"{len(images)} images"
+        )
     good = good_images(images, 1)
     images, labels = images[good].cpu(), labels.to(images.device)[good].cpu().long()
     if len(labels) < LEAST:
-        raise ValueError(f"{len(labels)} images that can be used are too few; expected at least {LEAST}, better 1,000")
+        raise ValueError(
+            f"{len(labels)} images that can be used are too few to calibrate with; expected at least {LEAST}, better "
+            "1,000, that the network was not trained on"
+        )
     return images, labels
 
 
@@ -220,7 +231,10 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
     """Refuse labels out of range, and labels that contradict the network."""
     classes = logits.shape[-1]
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"the network has {classes} classes; labels are {int(labels.min())} to {int(labels.max())}")
+        raise ValueError(
+            f"the network has {classes} classes, numbered from 0; labels go from {int(labels.min())} to "
+            f"{int(labels.max())}"
+        )
     accuracy, chance = float((logits.argmax(-1) == labels).double().mean()), 1 / classes
     if accuracy < chance + NEAR_CHANCE * (1 - chance):
         raise ValueError(
@@ -251,7 +265,10 @@ def choose_conditions(shape: Sequence[int], names: Sequence[str] | None) -> list
         if name not in known:
             raise ValueError(f"unknown corruption {name!r} of family {family!r}: {nearest(name, known)}")
     if len(set(chosen)) < LEAST_CORRUPTIONS:
-        raise ValueError(f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}")
+        raise ValueError(
+            f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}, so that the "
+            "error on one that is left out can be measured"
+        )
     severities = SEVERITIES.get(family, USUAL_SEVERITIES)
     return [("clean", 0), *((name, severity) for name in dict.fromkeys(chosen) for severity in severities)]
 

@@ -246,7 +246,10 @@ def find_snapshot(
         if age >= (least or 0):
             return entry.snapshot, entry
     shown = ", ".join(f"{age:,.6g}" for age in ages)
-    raise ValueError(f"no snapshot is {least:,} {unit} old, only {shown} {unit}. reset() returns to the source model")
+    raise ValueError(
+        f"no snapshot is {least:,} {unit} old; there are snapshots from {shown} {unit} ago. reset() returns to the "
+        "source model"
+    )
 
 
 def state_after_rollback(snapshot: Snapshot, kept: Kept | None, now: Any, stream: int | None) -> tuple[Any, RolledBack]:

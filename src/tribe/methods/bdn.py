@@ -150,7 +150,10 @@ class Bdn(Method):
         """Return the normalisation layer whose input tells domains apart."""
         slots = [slot for slot in net.slots if isinstance(slot, StatisticsSlot)]
         if not slots:
-            raise ValueError("bdn tells domains apart by the statistics of a BatchNorm layer, and the network has none")
+            raise ValueError(
+                "bdn tells domains apart by the statistics of a BatchNorm layer, and the network has none: choose "
+                "another method"
+            )
         named = {slot.name: slot for slot in slots}
         if self.layer is None:
             published = (named[name] for name, later in PUBLISHED.items() if {name, later} <= named.keys())

@@ -158,7 +158,9 @@ def build_method(
     """
     if isinstance(method, Method | Pipeline):
         if fields:
-            raise TypeError(f"{method.name} is built already: tribe.methods.create({method.name!r}, ...) takes fields")
+            raise TypeError(
+                f"the method is built already: tribe.methods.create({method.name!r}, ...) sets {', '.join(fields)}"
+            )
         counted = method.classes is None and classes is not None
         built = with_fields(method, classes=_count(net, classes)) if counted else method
     else:

@@ -99,7 +99,10 @@ def shuffled(x: Tensor, patches: int, key: Key) -> Tensor:
     Sizes that ``patches`` does not divide are reduced to the next that it does, and enlarged again.
     """
     if x.dim() != 5:
-        raise ValueError(f"deyo takes images (streams, batch, channels, height, width); got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"deyo shuffles the patches of images: it takes (streams, batch, channels, height, width); got a tensor of "
+            f"shape {tuple(x.shape)}"
+        )
     streams, batch, channels, *size = x.shape
     whole = [patches * max(n // patches, 1) for n in size]
     images = x.flatten(0, 1)

@@ -63,7 +63,9 @@ def method_from_file(
     try:
         get(name)
     except ValueError as error:
-        raise StateFileError(f"{path} was saved with method {name!r}, unknown here: import its file") from error
+        raise StateFileError(
+            f"{path} was saved with method {name!r}, unknown here: import what registers it"
+        ) from error
     fields: dict[str, Any] = {}
     for field, value in saved.items():
         if isinstance(value, dict) and "callable" in value:

@@ -87,7 +87,10 @@ class Petal(AveragedTeacher):
                 mean = tree_map(lambda m, t, n=n: m + (t - m) / n, before, theta)
                 spread = tree_map(lambda v, t, old, new: v + (t - old) * (t - new), spread, theta, before, mean)
         if snapshots < 2:
-            raise ValueError(f"a posterior needs two snapshots, one every {self.swag_every} batches; got {snapshots}")
+            raise ValueError(
+                f"a posterior needs at least two snapshots of the weights; got {snapshots}, one every "
+                f"{self.swag_every} batches. Give more batches, or a smaller swag_every"
+            )
         var = tree_map(lambda v: v / snapshots, spread)
         settings = {name: getattr(self, name) for name in ("swag_lr", "swag_momentum", "swag_every")}
         made = {"images": images, "snapshots": snapshots, **settings}

@@ -72,7 +72,10 @@ class Pipeline:
         for part in self.parts:
             for field in dataclasses.fields(part):
                 if field.name in owners:
-                    raise TypeError(f"{owners[field.name].name} and {part.name!r} both have a field {field.name!r}")
+                    raise TypeError(
+                        f"{owners[field.name].name} and {part.name!r} both have a field {field.name!r}: rename the one "
+                        f"of {type(self.method).__name__}"
+                    )
                 owners[field.name] = part
 
     @classmethod
@@ -125,7 +128,9 @@ class Pipeline:
             return PipelineState(state, guard, EmptyState())
         classes = self._count(net)
         if classes is None:
-            raise ValueError("a time filter needs the number of classes, and the network does not tell it: classes=")
+            raise ValueError(
+                "a time filter needs the number of classes, which cannot be read from the network: classes="
+            )
         source = net.source()[0].weight
         like = source.new_empty(0, dtype=accumulation_dtype(source.dtype))
         return PipelineState(state, guard, self.filter.init(streams, classes, like))

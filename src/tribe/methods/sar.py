@@ -109,7 +109,10 @@ def adapted_channels(net: Backbone, tail: Tail) -> Tensor:
     if isinstance(tail, tuple):
         frozen = [any(name == block or name.startswith(f"{block}.") for block in tail) for name in names]
         if tail and not any(frozen):
-            raise ValueError(f"frozen_tail {tail} names no normalisation layer, or block of them: {', '.join(names)}")
+            raise ValueError(
+                f"none of frozen_tail {tail} names a normalisation layer or a block with one; the network has "
+                f"{', '.join(names)}"
+            )
         if all(frozen):
             raise ValueError(f"frozen_tail {tail} names every normalisation layer: none can adapt")
     else:

@@ -91,10 +91,16 @@ class SelfTraining(Tribe):
         require(isinstance(self.rule, str), "rule of selftrain is the name of a norm rule", self.rule)
         super().__post_init__()
         if self.teacher == "ema" and self.lambda_anc:
-            raise ValueError("a moving-average teacher has no anchored loss: set teacher='shared' or lambda_anc=0")
+            raise ValueError(
+                "the anchored loss moves the teacher's own parameters, and a moving-average teacher has none: set "
+                "teacher='shared' or lambda_anc=0"
+            )
         _ = self.norm  # checks alpha
         if self.class_stats == "packed" and self.rule != "balanced":
-            raise ValueError(f"class_stats='packed' is for statistics of classes, which the rule {self.rule!r} has not")
+            raise ValueError(
+                f"class_stats='packed' is for statistics of classes, which the rule {self.rule!r} has not: "
+                "set rule='balanced' or class_stats='full'"
+            )
 
     @property
     def capture(self) -> Literal["whole", "segments"]:  # type: ignore[override]  # the same for all of TRIBE

@@ -107,10 +107,14 @@ class Ttac(Method):
     def _check(self, known: dict[str, Tensor]) -> None:
         assert isinstance(self.knowledge, Knowledge)
         if (made := self.knowledge.spec.get("statistics", self.statistics)) != self.statistics:
-            raise KnowledgeError(f"{self.knowledge!r} has {made} statistics; make it again with {self.statistics} ones")
-        if self.class_aware and (count := len(known["class_mean"])) != self.classes:
             raise KnowledgeError(
-                f"{self.knowledge!r} has {count} classes, not {self.classes}: or set class_aware=False"
+                f"{self.knowledge!r} describes features under {made} statistics; this TTAC uses {self.statistics} "
+                f"ones. Make it again with statistics={self.statistics!r}"
+            )
+        if self.class_aware and len(known["class_mean"]) != self.classes:
+            raise KnowledgeError(
+                f"{self.knowledge!r} describes {len(known['class_mean'])} classes; this TTAC aligns {self.classes}. "
+                "Make it again, or set class_aware=False"
             )
 
     def deployed(self, net: Backbone, state: TtacState) -> Deployed:

@@ -378,7 +378,10 @@ class Adapter(nn.Module):
                 {k.removeprefix(p): state_dict[k] for k in shared if k.startswith(p)} for p in ("adapted.", "net.")
             )
             if names := states.not_finite(adapted):
-                raise RuntimeError(f"the state in it is not finite ({', '.join(names[:4])}). Nothing was loaded")
+                raise RuntimeError(
+                    f"the state dict holds a state that is not finite ({', '.join(names[:4])}), which can predict "
+                    "nothing. Nothing was loaded"
+                )
             if any(not torch.equal(own[f"net.{k}"], t.to(own[f"net.{k}"])) for k, t in weights.items()):
                 net = copy.deepcopy(self.net)
                 net.load_state_dict(weights, strict, assign)

@@ -60,7 +60,7 @@ def counts_match_the_profile(scenario: Scenario) -> None:
         counts = class_counts(schedule, variant.expand(label_sets(variant)), CLASSES)
         if getattr(variant.profile, "varying", False):
             counts = counts.sort(1, descending=True).values
-        assert torch.equal(counts, _times_visited(variant)[:, None] * expected), f"the classes have {counts.tolist()}"
+        assert torch.equal(counts, _times_visited(variant)[:, None] * expected), f"classes have {counts.tolist()}"
 
 
 def same_seed_same_schedule(scenario: Scenario) -> None:
