@@ -48,8 +48,7 @@ class Connection:
         settings = struct.pack(">HIHI", 1, 0, 4, window)  # no table of headers
         self.asked, self.acknowledged = 1, 0  # settings; the first are those of the beginning
         self.next, self.buffer, self.first, self.allowed = 1, b"", 2**16 - 1, {0: 2**16 - 1}
-        with contextlib.suppress(OSError):
-            self.socket.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, settings))
+        self._write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS, 0, 0, settings))
 
     def __enter__(self):
         return self
@@ -64,7 +63,7 @@ class Connection:
         path = method if method[:1] in ("/", b"/") else SERVICE + method
         fixed = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
         fixed += [("content-type", "application/grpc"), ("te", "trailers")]
-        self.socket.sendall(frame(HEADERS, END_HEADERS, stream, packed([*fixed, *headers])))
+        self._write(frame(HEADERS, END_HEADERS, stream, packed([*fixed, *headers])))
         if content is not None:
             self.send(stream, content, end)
         return stream
@@ -74,7 +73,7 @@ class Connection:
         content = content[: max(0, min(self.allowed[0], self.allowed[stream]))]
         pieces = [content[i : i + 2**14] for i in range(0, len(content), 2**14)] or ([b""] if end else [])
         for i, piece in enumerate(pieces):
-            self.socket.sendall(frame(DATA, END_STREAM * (end and i == len(pieces) - 1), stream, piece))
+            self._write(frame(DATA, END_STREAM * (end and i == len(pieces) - 1), stream, piece))
         for each in (0, stream):
             self.allowed[each] -= len(content)
         return len(content)
@@ -95,10 +94,13 @@ class Connection:
                     for each in set(self.allowed) - {0}:
                         self.allowed[each] += value - self.first
                     self.first = value
-        with contextlib.suppress(OSError):
-            if kind in (SETTINGS, PING) and not flags & ACK:
-                self.socket.sendall(frame(kind, ACK, 0, content if kind == PING else b""))
+        if kind in (SETTINGS, PING) and not flags & ACK:
+            self._write(frame(kind, ACK, 0, content if kind == PING else b""))
         return kind, flags, stream, content
+
+    def _write(self, content):
+        with contextlib.suppress(ConnectionError):  # that it is closed is seen by who reads
+            self.socket.sendall(content)
 
     def _bytes(self, count):
         while len(self.buffer) < count:
@@ -114,8 +116,7 @@ class Connection:
 
     def settled(self):
         """Wait until the server has read all that was sent so far; false if it has closed the connection."""
-        with contextlib.suppress(OSError):
-            self.socket.sendall(frame(SETTINGS, 0, 0))  # many pings would be refused
+        self._write(frame(SETTINGS, 0, 0))  # many pings would be refused
         while (given := self.read()) is not None:
             if given[0] == SETTINGS and given[1] & ACK:
                 self.acknowledged += 1
