@@ -44,7 +44,7 @@ def call(port, method="ModelInfer", content=None, *metadata, timeout=60):
     raw = request().SerializeToString() if content is None else content
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
-            channel.unary_unary(SERVICE + method)(raw, metadata=metadata, timeout=timeout)
+            channel.unary_unary(method if method[0] == "/" else SERVICE + method)(raw, metadata=metadata, timeout=timeout)
         except grpc.RpcError as error:
             return error.code().value[0]
     return OK
@@ -130,6 +130,16 @@ def test_metadata_that_is_not_text_is_logged_once_without_a_traceback(server, ca
             assert status == UNAUTHENTICATED, i
     assert len(lines(caplog)) <= 1
     assert caplog.text.count("Traceback") == 0
+
+
+def test_metadata_that_cannot_be_read_does_not_fill_the_log(small):
+    before = small.log.stat().st_size
+    odd = [("te", "x"), ("grpc-encoding", "x"), ("grpc-timeout", "x"), ("X", "x"), ("authorization", b"\xff")]
+    for pair in odd * 40:
+        with Connection(small.grpc_port) as connection:
+            connection.status(connection.open("ModelInfer", pair, content=b""))
+    assert call(small.grpc_port, "ModelInfer", None, bearer(VICTIM)) == OK
+    assert small.log.stat().st_size - before < 1000
 
 
 @pytest.mark.parametrize("name", ["authorization", "x-tribe-stream"])

@@ -40,6 +40,7 @@ NUMBERS = (0, 1, -1, 2, 8, 192, 2**31 - 1, 2**31, -(2**31), 2**53, 2**53 + 1, 2*
 BROKEN = ("X-Upper", "x y", "", "te", ":path", "grpc-timeout", "grpc-encoding")  # names of metadata
 NAMES = ("sequence_id", "sequence_start", "sequence_end", "timeout", "tribe_learn", "binary_data_output", "binary_data")
 NAMES += ("binary_data_size", "shared_memory_region", "classification", "priority", "", "é", "x" * 300)
+BODY = 2**16  # bytes of a message
 PIXELS = np.random.default_rng(0).integers(0, 256, (2, 3, 8, 8), np.uint8)
 
 
@@ -201,6 +202,7 @@ def send(channel, generator):
         elif which < 0.9:
             method = "ModelStreamInfer"
             contents = [(content, fine), *(generator.content() for _ in range(generator.draw.randint(0, 3)))]
+            fine = all(len(raw) <= BODY for raw, _ in contents)  # a larger one ends the call
             requests = iter([raw for raw, _ in contents])
             answers = list(channel.stream_stream(SERVICE + method)(requests, metadata=metadata, timeout=60))
             assert len(answers) == len(contents)
@@ -221,7 +223,7 @@ def send(channel, generator):
 def play(count, seed, caplog):
     """Send so many requests of a seed to a new server, and check each answer; how often there was each status."""
     generator, told = Generator(seed), {}
-    with listening(tokens=list(TOKENS.values()), limits=Limits(body=2**16), grpc_port=0) as server:
+    with listening(tokens=list(TOKENS.values()), limits=Limits(body=BODY), grpc_port=0) as server:
         address = f"127.0.0.1:{server.grpc_port}"
         with grpc.insecure_channel(address) as channel:
             for number in range(count):

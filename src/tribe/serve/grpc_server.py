@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,8 @@ from tribe.serve.config import Limits
 from tribe.serve.errors import Unavailable
 from tribe.serve.security import Principal
 
+# The core of the library writes a line for each piece of metadata that it cannot read, to standard error.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 grpc: Any = importlib.import_module("grpc")
 aio: Any = importlib.import_module("grpc.aio._server")
 cygrpc: Any = importlib.import_module("grpc._cython.cygrpc")
