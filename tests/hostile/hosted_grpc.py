@@ -1,4 +1,4 @@
-"""A server of gRPC in a process of its own, whose memory and log can be looked at; run by tests/hostile/test_grpc.py."""
+"""A server of gRPC in a process of its own, whose memory and log can be looked at."""
 
 import os
 import resource

@@ -38,8 +38,8 @@ def message(content, compressed=0):
 class Connection:
     """A connection of HTTP/2 that only does what it is told; answers to settings and pings are its only manners.
 
-    `window` is the bytes of an answer that it takes, `allowed` the bytes that the server takes: of the connection (0) and
-    of each of its calls.
+    `window` is the bytes of an answer that it takes, `allowed` the bytes that the server takes: of the
+    connection (0) and of each of its calls.
     """
 
     def __init__(self, port, window=2**31 - 1):

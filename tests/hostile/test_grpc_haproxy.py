@@ -4,17 +4,13 @@ import contextlib
 
 import pytest
 from http2_frames import SERVICE, Connection, message
-from small_server import has_grpc, listening
+from small_server import listening
+from test_grpc import OK, UNIMPLEMENTED, call, request
 from test_haproxy import CONFIG, HAPROXY, free_ports, proxied, wait_for, with_ports
 
 pytestmark = pytest.mark.skipif(HAPROXY is None, reason="needs haproxy: apt-get install haproxy")
-if not has_grpc():
-    pytest.skip("grpcio and protobuf are not installed: make test-serve", allow_module_level=True)
-
-import grpc
-from test_grpc import OK, UNIMPLEMENTED, call, request
-
-from tribe.serve import open_inference_pb2 as messages
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed: make test-serve")
+messages = pytest.importorskip("tribe.serve.open_inference_pb2", reason="protobuf is not installed: make test-serve")
 
 
 @pytest.fixture
@@ -23,7 +19,11 @@ def behind(tmp_path):
     with listening(grpc_port=0) as server:
         (front,) = free_ports(1)
         text = with_ports(CONFIG, p8001=front, p8101=server.port, p8201=server.grpc_port)
-        for old, new in (("maxconn 500 ", "maxconn 5 "), ("client 75s", "client 1s"), ("keep-alive 75s", "keep-alive 1s")):
+        for old, new in (
+            ("maxconn 500 ", "maxconn 5 "),
+            ("client 75s", "client 1s"),
+            ("keep-alive 75s", "keep-alive 1s"),
+        ):
             assert text.count(old) == 1
             text = text.replace(old, new)
         with proxied(tmp_path, text):
@@ -51,6 +51,14 @@ def test_clients_that_take_no_answer_or_do_nothing_are_ended(behind):
     _, front = behind
     with contextlib.ExitStack() as stack:
         content = message(request().SerializeToString())
-        for method in ("ModelInfer", "ServerLive", "ModelInfer", "ModelInfer", "ServerLive", "ModelInfer", "ServerLive"):
+        for method in (
+            "ModelInfer",
+            "ServerLive",
+            "ModelInfer",
+            "ModelInfer",
+            "ServerLive",
+            "ModelInfer",
+            "ServerLive",
+        ):
             stack.enter_context(Connection(front, window=0)).open(method, content=content)
         assert call(front) == OK  # after the first five were closed, and those that waited

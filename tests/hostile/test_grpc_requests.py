@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 from http2_frames import SERVICE, Connection, message
-from small_server import has_grpc, listening, token
+from small_server import listening, token
 
 import tribe
 from tribe.serve.config import Limits
 from tribe.testing import small_network
 
-if not has_grpc():
-    pytest.skip("grpcio and protobuf are not installed: make test-serve", allow_module_level=True)
+grpc = pytest.importorskip("grpc", reason="grpcio is not installed: make test-serve")
+messages = pytest.importorskip("tribe.serve.open_inference_pb2", reason="protobuf is not installed: make test-serve")
 
-import grpc
-
-from tribe.serve import open_inference_pb2 as messages
 
 COUNT = int(os.environ.get("TRIBE_GRPC_REQUESTS", "10000"))
 SEED = int(os.environ.get("TRIBE_GRPC_SEED", "28"))
@@ -35,7 +32,22 @@ ALLOWED = {  # what a request can be answered with
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNIMPLEMENTED"),
 }
 METHODS = ("ServerLive", "ServerReady", "ServerMetadata", "ModelReady", "ModelMetadata", "ModelConfig", "Unknown")
-TEXTS = ("", "small", "images", "logits", "1", "a-1", "b-1", "../x", "a" * 129, "é\x00\n", "x" * 5000, "FP32", "UINT8", "BYTES")
+TEXTS = (
+    "",
+    "small",
+    "images",
+    "logits",
+    "1",
+    "a-1",
+    "b-1",
+    "../x",
+    "a" * 129,
+    "é\x00\n",
+    "x" * 5000,
+    "FP32",
+    "UINT8",
+    "BYTES",
+)
 NUMBERS = (0, 1, -1, 2, 8, 192, 2**31 - 1, 2**31, -(2**31), 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
 BROKEN = ("X-Upper", "x y", "", "te", ":path", "grpc-timeout", "grpc-encoding")  # names of metadata
 NAMES = ("sequence_id", "sequence_start", "sequence_end", "timeout", "tribe_learn", "binary_data_output", "binary_data")
@@ -78,7 +90,9 @@ class Generator:
         return made
 
     def _text(self):
-        return self.draw.choice(TEXTS) if self.chance(0.8) else "".join(map(chr, self.draw.choices(range(1, 900), k=20)))
+        return (
+            self.draw.choice(TEXTS) if self.chance(0.8) else "".join(map(chr, self.draw.choices(range(1, 900), k=20)))
+        )
 
     def _names(self, made):
         which = self.draw.randint(0, 4)
@@ -175,15 +189,36 @@ class Generator:
         if self.chance(0.2):
             pairs.append(self.draw.choice(pairs))
         if self.chance(0.2):
-            pairs.append(self.draw.choice((("x-bin", b"\xff\x00"), ("x-long", "y" * 6000), ("authorization-bin", b"\x00"))))
+            pairs.append(
+                self.draw.choice((("x-bin", b"\xff\x00"), ("x-long", "y" * 6000), ("authorization-bin", b"\x00")))
+            )
         if self.chance(0.2):
             pairs = []
         return pairs, False
 
     def raw_metadata(self):
         """Pairs that no library of clients sends."""
-        values = (b"\xff\xfe", "é".encode(), b"a\x00b", b"a\r\nb: c", b"", b" a-1 ", b"x" * 20_000, b"Bearer " + b"\x80" * 50)
-        names = ("authorization", "x-tribe-stream", "X-Upper", "grpc-timeout", "grpc-encoding", "te", ":path", "x y", "")
+        values = (
+            b"\xff\xfe",
+            "é".encode(),
+            b"a\x00b",
+            b"a\r\nb: c",
+            b"",
+            b" a-1 ",
+            b"x" * 20_000,
+            b"Bearer " + b"\x80" * 50,
+        )
+        names = (
+            "authorization",
+            "x-tribe-stream",
+            "X-Upper",
+            "grpc-timeout",
+            "grpc-encoding",
+            "te",
+            ":path",
+            "x y",
+            "",
+        )
         return [(self.draw.choice(names), self.draw.choice(values)) for _ in range(self.draw.randint(1, 3))]
 
 
@@ -215,7 +250,8 @@ def send(channel, generator):
             method, fine = generator.draw.choice(METHODS), False
             channel.unary_unary(SERVICE + method)(content, metadata=metadata, timeout=60)
     except grpc.RpcError as error:
-        assert not (fine and known), error
+        if fine and known:
+            raise
         return method, code_of(error), error.details()
     return method, "OK", ""
 
@@ -230,7 +266,9 @@ def play(count, seed, caplog):
                 if generator.chance(0.05):
                     with Connection(server.grpc_port) as connection:
                         headers, (content, _) = generator.raw_metadata(), generator.content()
-                        path = generator.draw.choice(("ModelInfer", "ServerLive", b"/\xff\xfe", "/a b", b"/" + b"x" * 5000))
+                        path = generator.draw.choice(
+                            ("ModelInfer", "ServerLive", b"/\xff\xfe", "/a b", b"/" + b"x" * 5000)
+                        )
                         frames = generator.damaged(message(content)) if generator.chance(0.5) else message(content)
                         status = connection.status(connection.open(path, *headers, content=frames))
                         # The library itself says INTERNAL where the frames are not HTTP/2 or not gRPC.
@@ -244,7 +282,9 @@ def play(count, seed, caplog):
             for name, stream in (("learner-of-16-chars", None), ("watcher-of-16-chars", None)):
                 made = Generator(seed).valid(stream)
                 headers = [("authorization", f"Bearer {name}")]
-                raw = channel.unary_unary(SERVICE + "ModelInfer")(made.SerializeToString(), metadata=headers, timeout=60)
+                raw = channel.unary_unary(SERVICE + "ModelInfer")(
+                    made.SerializeToString(), metadata=headers, timeout=60
+                )
                 answer = messages.ModelInferResponse.FromString(raw)
                 logits = np.frombuffer(answer.raw_output_contents[0], np.float32).reshape(answer.outputs[0].shape)
                 source = tribe.adapt(small_network(), "source")
@@ -252,7 +292,7 @@ def play(count, seed, caplog):
                 np.testing.assert_allclose(logits, wanted, rtol=1e-4, atol=1e-5)
         assert server.app.handlers.bodies.used == 0
     noted = [each for each in caplog.records if each.levelno >= logging.WARNING and "not released" not in each.msg]
-    assert len(noted) <= 1, [each.getMessage() for each in noted]
+    assert len(noted) <= 2 + count // 1000, [each.getMessage() for each in noted]  # one a minute
     assert "Traceback" not in caplog.text
     return told
 

@@ -250,7 +250,9 @@ def parse(kind: Any, raw: bytes) -> Any:
     try:
         return kind.FromString(raw)
     except DecodeError:
-        raise BadRequest(f"the message is not a {kind.DESCRIPTOR.name}: it was cut short, or is of another kind") from None
+        raise BadRequest(
+            f"the message is not a {kind.DESCRIPTOR.name}: it was cut short, or is of another kind"
+        ) from None
 
 
 def check_size(raw: bytes) -> None:
