@@ -62,15 +62,32 @@ def replay(stream, count):
     return alone.predict({stream: torch.from_numpy(batch(stream, count))})[stream].numpy()
 
 
+def with_ports(text, **ports):
+    """The configuration with other ports: `p8000=...` stands in place of 8000. Nothing listens on those not given."""
+    shipped = ("8000", "8001", "8101", "8102", "8201", "8202")
+    assert all(text.count(each) for each in shipped)
+    others = dict(zip(shipped, free_ports(len(shipped)), strict=True))
+    others |= {name[1:]: port for name, port in ports.items()}
+    return re.sub("|".join(shipped), lambda found: str(others[found[0]]), text)
+
+
+@contextlib.contextmanager
+def proxied(folder, text):
+    """HAProxy with a configuration."""
+    (folder / "haproxy.cfg").write_text(text)
+    proxy = subprocess.Popen([HAPROXY, "-db", "-f", folder / "haproxy.cfg"])
+    try:
+        yield
+    finally:
+        proxy.terminate()
+        proxy.wait()
+
+
 @contextlib.contextmanager
 def balanced(tmp_path):
     """HAProxy with the shipped configuration and two workers: one in a process of its own, one here."""
     front, here, other = free_ports(3)
-    text = CONFIG
-    for old, new in (("127.0.0.1:8000", front), ("127.0.0.1:8101", here), ("127.0.0.1:8102", other)):
-        assert old in text
-        text = text.replace(old, f"127.0.0.1:{new}")
-    (tmp_path / "haproxy.cfg").write_text(text)
+    text = with_ports(CONFIG, p8000=front, p8101=here, p8102=other)
     (tmp_path / "worker.py").write_text(WORKER)
     reader, writer = os.pipe()
     process = Process(tmp_path / "worker.py", tmp_path / "data", other, stdout=writer, cwd=tmp_path)
@@ -79,14 +96,12 @@ def balanced(tmp_path):
     worker = Worker(small_fleet(), store, policy=eval(f"Policy({POLICY})", {"Policy": Policy}))
     with serving(worker, port=here) as server, os.fdopen(reader) as said:
         assert said.readline() == "listens\n"
-        proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])
         try:
-            url = f"http://127.0.0.1:{front}"
-            wait_for(lambda: _answers(f"{url}/v2/health/ready"))
-            yield url, server, f"http://127.0.0.1:{other}", process
+            with proxied(tmp_path, text):
+                url = f"http://127.0.0.1:{front}"
+                wait_for(lambda: _answers(f"{url}/v2/health/ready"))
+                yield url, server, f"http://127.0.0.1:{other}", process
         finally:
-            proxy.terminate()
-            proxy.wait()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             process.end()
@@ -119,19 +134,14 @@ def test_the_shipped_configuration_is_valid(tmp_path):
 def test_headers_that_are_too_long_or_too_slow_are_refused(tmp_path):
     """By HAProxy: the server has no such limits."""
     (port,) = free_ports(1)
-    text = CONFIG.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("http-request 10s", "http-request 300ms")
+    text = with_ports(CONFIG, p8000=port).replace("http-request 10s", "http-request 300ms")
     assert text.count("300ms") == 1
-    (tmp_path / "haproxy.cfg").write_text(text)
-    proxy = subprocess.Popen([HAPROXY, "-db", "-f", tmp_path / "haproxy.cfg"])
-    try:
+    with proxied(tmp_path, text):
         wait_for(lambda: _listens(port))
         start = b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\n"
         assert status(exchange(port, start + b"X-Long: " + b"x" * 20_000)) == 400
         assert status(exchange(port, start + b"X-Many: 1\r\n" * 100 + b"\r\n")) == 400
         assert status(exchange(port, start)) == 408
-    finally:
-        proxy.terminate()
-        proxy.wait()
 
 
 def _listens(port):

@@ -172,7 +172,7 @@ class Listener:
                     except ImportError as error:
                         words = f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'"
                         raise ImportError(words) from error
-                    listens = listening(self.service, self._address(self.grpc_port), self._tls)
+                    listens = listening(self.app.handlers, self._address(self.grpc_port), self._tls)
                     self.grpc_port = await stack.enter_async_context(listens)
                 self._server = _Uvicorn(config, self.service.worker.log, ready, signals)
                 await self._server.serve([taken])
