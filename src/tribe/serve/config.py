@@ -14,6 +14,7 @@ class Policy:
     max_batch_delay: float = 0.002  # longest wait of a request for a larger batch; 0 while the model is idle
     streams: int = 64  # most streams in one step, and most requests in one prediction
     images: int = 512  # most images in one step or prediction; a single larger request runs alone
+    turn: float = 0.05  # longest step or prediction while several tokens send requests; a longer request runs alone
 
     # Latency
     deadline: float | None = None  # of requests that name none, counted from their arrival; None: they wait
