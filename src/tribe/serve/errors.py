@@ -12,6 +12,8 @@ from tribe.serve.store import StoreDamaged, StoreDown
 from tribe.streams import UnknownStream as UnknownStream
 from tribe.streams.names import WrongName
 
+FULL_AGAIN = 60.0  # seconds after which another stream may be opened, if none is deleted before
+
 
 class ServeError(Exception):
     """An unexpected error in the server; its log says more."""

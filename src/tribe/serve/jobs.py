@@ -36,7 +36,7 @@ class Job:
     deadline: float = math.inf
     learn: bool = True
     request_id: str | None = None
-    user: Hashable = None  # who sent it: users share the model
+    user: Any = None  # who sent it, such as a `Principal`: users share the model
     share: float = 1.0  # of learning that its user gets, relative to others
     reply: Any = None  # for the caller, such as a future
     source: bool = False  # the source model predicts, because the stream has no state here

@@ -54,7 +54,7 @@ class StreamSession:
     unstorable: str | None = None  # why its state cannot be stored
     snapshots: list[Any] = field(default_factory=list)  # for rollback; see `controls.SessionSnapshot`
     images: int = 0  # images that came since it was opened
-    opener: Hashable = None  # the user who opened it here
+    opener: Hashable = None  # the user who opened it here first
     unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
 

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 from msgspec import Meta
 
-from tribe.serve.errors import Forbidden, NoToken, TooMany
+from tribe.serve.errors import FULL_AGAIN, Forbidden, NotFound, NoToken, TooMany, Unavailable
+from tribe.serve.fairness import Shares
 
 Role = Literal["predict", "learn", "admin"]
 USED = {  # what is counted of each token -> the help text of tribe_token_NAME_total
@@ -82,8 +83,8 @@ class Rate:
 class Principal:
     """A token in use, with what is left of its quotas and what it has used."""
 
-    def __init__(self, token: Token, clock: Callable[[], float] = time.monotonic) -> None:
-        self.token = token
+    def __init__(self, token: Token, clock: Callable[[], float] = time.monotonic, alone: bool = True) -> None:
+        self.token, self.alone = token, alone  # whether it shares the server with no other token
         self.rights = {action for action, role in NEEDS.items() if RANK[token.role] >= RANK[role]}
         self._requests = Rate(token.requests_per_second, clock)
         self._images = Rate(token.predicted_images_per_second, clock)
@@ -111,6 +112,25 @@ class Principal:
         """Return whether it is an admin of all streams, who may also see the other tokens."""
         return not self.token.streams and self.token.role == "admin"
 
+    @property
+    def may_claim(self) -> bool:
+        """Return whether a worker may claim streams for it: not for one that only predicts."""
+        return "learn" in self.rights
+
+    @property
+    def is_limited(self) -> bool:
+        """Return whether it may not create any number of streams."""
+        return "create" not in self.rights or self.token.most_streams is not None
+
+    def check_new(self, stream: str, count: Callable[[str], int]) -> None:
+        """Raise if it may not create a stream; ``count`` returns how many names begin so."""
+        if "create" not in self.rights:
+            raise NotFound(f"no stream {stream!r}, and the token {self.token.name!r} may not create one")
+        most = self.token.most_streams
+        if most is not None and (number := count(self.token.streams)) >= most:
+            words = f"the token {self.token.name!r} has {number} streams, as many as it may; delete one with"
+            raise TooMany(f"{words} DELETE /v1/streams/NAME first", FULL_AGAIN)
+
     def may_learn(self, images: int) -> bool:
         """Return whether images may be learned from now, by the role and within the rate; if so, they count."""
         return "learn" in self.rights and not self._learned.wait(images)
@@ -131,6 +151,14 @@ class Principal:
             words = f"the token {self.token.name!r} may send {rate.per_second:g} {what} a second"
             raise TooMany(f"{words}; try again in {wait:.3g} s", wait)
 
+    def take(self, shares: Shares, count: int) -> int:
+        """Take some of what users share, and return how much, or raise `Unavailable`."""
+        try:
+            return shares.take(self, count)
+        except Unavailable:
+            self.used["refused"] += 1
+            raise
+
     def check_bytes(self, count: int) -> None:
         """Raise `TooMany` if its requests may not hold so many bytes at the same time."""
         if (most := self.token.bytes_in_flight) is not None and count > most:
@@ -142,7 +170,8 @@ class Access:
     """The tokens of a server and the names of its host. Without tokens every client may do everything."""
 
     def __init__(self, tokens: Iterable[Token] = (), hosts: Iterable[str] = ()) -> None:
-        self._principals = {token.digest: Principal(token) for token in tokens}
+        given = list(tokens)
+        self._principals = {token.digest: Principal(token, alone=len(given) == 1) for token in given}
         self.users = tuple(self._principals.values())
         self._anyone = Principal(Token("everybody", ""))
         self._hosts = frozenset(host.lower() for host in hosts)  # names of this server; empty: any
@@ -153,7 +182,12 @@ class Access:
         return not self._principals
 
     def identify(self, authorization: str | None) -> Principal:
-        """Return the principal of a header Authorization, or raise `NoToken`."""
+        """Return the principal of a header Authorization and count its request, or raise `NoToken` or `TooMany`."""
+        principal = self._principal(authorization)
+        principal.count_request()
+        return principal
+
+    def _principal(self, authorization: str | None) -> Principal:
         if not self._principals:
             return self._anyone
         if authorization is None:
