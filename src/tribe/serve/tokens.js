@@ -16,7 +16,7 @@ const USES = { // column of the table of tokens -> number, its quota, what the q
 function showTokens(tokens) {
   at("users").hidden = tokens.length === 0;
   if (at("user-heads").children.length === 0) {
-    at("user-heads").append(...["Token", ...Object.keys(USES)].map((words) => make("th", { role: "columnheader", scope: "col" }, words)));
+    at("user-heads").append(...["User", ...Object.keys(USES)].map((words) => make("th", { role: "columnheader", scope: "col" }, words)));
   }
   at("user-rows").replaceChildren(...tokens.map((one) => make("tr", { role: "row" },
     make("th", { role: "rowheader", scope: "row", class: "name" }, `${one.name} (${one.role}${one.streams ? `, ${one.streams}…` : ""})`),
