@@ -15,13 +15,15 @@ from tribe.serve.config import Limits
 from tribe.serve.decoding import PIECE, THREADS, Decoders, Unpacker
 from tribe.serve.errors import BadRequest, TooLarge, Unavailable
 from tribe.serve.plain import encode_npy
+from tribe.serve.security import Principal, Token
 
 MEGABYTES = 32
 BOMB = zlib.compress(bytes(MEGABYTES * 2**20), 9)  # 32 kB
 
 
-class User:
+def new_user():
     """Somebody whose requests are decoded."""
+    return Principal(Token("user", ""))
 
 
 def posted(content, encoding="deflate"):
@@ -30,7 +32,7 @@ def posted(content, encoding="deflate"):
     async def stream():
         yield content
 
-    return SimpleNamespace(headers={"content-encoding": encoding}, stream=stream, user=User())
+    return SimpleNamespace(headers={"content-encoding": encoding}, stream=stream, user=new_user())
 
 
 async def unpacked(bodies, content, limit=MEGABYTES * 2**20, then=lambda body: len(body)):
@@ -96,12 +98,12 @@ def test_one_client_cannot_take_all_threads_that_decode():
     """Its slow decodes filled the threads that all requests shared."""
 
     async def attack():
-        decoders, go, greedy = Decoders(), threading.Event(), User()
+        decoders, go, greedy = Decoders(), threading.Event(), new_user()
         slow = [asyncio.create_task(decoders.run(greedy, go.wait)) for _ in range(10 * THREADS)]
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(30):
-                assert await decoders.run(User(), lambda: "answered") == "answered"
+                assert await decoders.run(new_user(), lambda: "answered") == "answered"
         finally:
             go.set()
         await asyncio.gather(*slow)

@@ -226,12 +226,13 @@ def test_it_fits_the_screen_and_every_text_can_be_read(visit, server, tmp_path, 
 def test_the_keyboard_reaches_every_control_in_order_and_shows_where_it_is(visit, server, size):
     page = visit(server.url, size)
     page.get_by_role("button", name="Snapshot: cam2").wait_for()
+    page.locator("#events li").first.wait_for()  # the list is one more stop
     wanted = page.evaluate(
         """() => [...document.querySelectorAll("a[href], button, input, select, [tabindex='0']")]
             .filter((e) => e.checkVisibility({ visibilityProperty: true }) && !e.disabled)
             .map((e, i) => { e.dataset.stop = i; return e.dataset.stop; })"""
     )
-    assert len(wanted) > 18
+    assert len(wanted) >= 18
     reached = []
     for _ in wanted:
         page.keyboard.press("Tab")
@@ -278,6 +279,34 @@ def test_it_asks_for_a_token_and_keeps_it_nowhere(visit):
         assert kept == ["", "{}", "{}", f"{server.url}/"]
         page.reload()
         expect(field).to_be_visible()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_admin_sees_what_every_token_uses_and_others_see_their_own(visit, size):
+    eyes, other = (
+        token("eyes", streams="cam", role="learn", most_streams=7),
+        token("other", streams="x-", role="predict"),
+    )
+    with opened(tokens=[eyes, other, token("admin")]) as server:
+        with Client(server.url, "small", token="eyes") as client:
+            client.predict("cam1", IMAGES)
+        for who, seen in (
+            ("admin", ["admin (admin)", "eyes (learn, cam…)", "other (predict, x-…)"]),
+            ("eyes", ["eyes (learn, cam…)"]),
+        ):
+            page = visit(server.url, size, expected=("401 (Unauthorized)",))
+            expect(page.locator("#users")).to_be_hidden()
+            page.get_by_label("Token").fill(who)
+            page.keyboard.press("Enter")
+            lines = page.locator("#user-rows tr")
+            expect(lines).to_have_count(len(seen))
+            assert sorted(lines.locator("th").all_inner_texts()) == seen
+            line = lines.filter(has=page.get_by_role("rowheader", name="eyes (learn, cam…)"))
+            expect(line.locator("td[data-label='Open streams']")).to_have_text("0 of 7")
+            expect(line.locator("td[data-label='Learned from']")).to_have_text("2")
+            expect(page.locator("#summary")).to_contain_text("At most 10,000 may be open.")
+            assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+            assert [text for text in page.evaluate(CONTRASTS) if text[0] < 4.5] == []
 
 
 def test_alarms_and_what_does_not_adapt_can_be_found_among_many(visit, server):

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tribe.serve.config import Policy
 from tribe.serve.errors import Unavailable
-from tribe.serve.scheduler import WAITING, BatchTimes, Job, JobState, Scheduler
+from tribe.serve.jobs import WAITING, BatchTimes, Job, JobState
+from tribe.serve.scheduler import Scheduler
 
 ZEROS = torch.zeros(32, 1, 2, 2)
 
@@ -303,7 +304,7 @@ def test_what_is_abandoned_comes_back_once_and_nothing_is_left():
 
 # -- any history ------------------------------------------------------------------------------------------------------
 
-STREAMS = st.sampled_from((None, "a", "b", "c"))
+STREAMS, USERS = st.sampled_from((None, "a", "b", "c")), st.sampled_from(("x", "x", "x", "y", "z"))
 SIZES, SHAPES = st.integers(1, 5), st.sampled_from(((1, 2, 2), (1, 3, 3)))
 IDS = st.none() | st.sampled_from("123")
 
@@ -327,12 +328,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert each not in self.ended, "two answers"
         self.ended.add(each)
 
-    @rule(stream=STREAMS, size=SIZES, shape=SHAPES, learn=st.booleans(), wait=st.none() | st.floats(0.0, 0.1), id=IDS)
-    def request(self, stream, size, shape, learn, wait, id):
+    @rule(
+        stream=STREAMS,
+        size=SIZES,
+        shape=SHAPES,
+        learn=st.booleans(),
+        wait=st.none() | st.floats(0.0, 0.1),
+        id=IDS,
+        user=USERS,
+    )
+    def request(self, stream, size, shape, learn, wait, id, user):
         deadline = math.inf if wait is None else self.now + wait
-        each = Job(stream, torch.zeros(size, *shape), self.now, deadline, learn, id)
+        each = Job(
+            stream, torch.zeros(size, *shape), self.now, deadline, learn, id, user, {"x": 1, "y": 2, "z": 4}[user]
+        )
         try:
-            self.sched.offer(each, self.now)
+            self.end(self.sched.offer(each, self.now))
         except Unavailable:
             assert each.state is JobState.NEW
             assert not each.queued
@@ -405,6 +416,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sched.backlog_bytes == sum(each.images.nbytes for each in sched.backlog) <= 200
         assert len(sched.backlog) <= 3
         assert sched._awaiting == sum(each.awaits_step for each in queued)
+        assert sched.waiting_of == Counter(each.user for each in self.jobs if each.state in WAITING)
+        assert sched._backlog_of == Counter(each.user for each in sched.backlog)
+        assert sched._streams_of == Counter(queue.user for queue in sched.queues.values())
+        assert sum(sched._predicted.values()) == sum(each.size for each in sched.predictions)
         assert {each for queue in sched.queues.values() for each in queue.jobs} == set(queued)
         assert all(queue.jobs or queue.busy or queue.holders for queue in sched.queues.values())
         stepping = sched.stepping.jobs if sched.stepping else []

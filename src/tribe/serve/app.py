@@ -14,11 +14,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tribe.serve import errors, plain, protocol
 from tribe.serve.decoding import PIECE, Decoders, Unpacker
 from tribe.serve.errors import EXPECTED, BadRequest, NotFound, as_serve_error
+from tribe.serve.fairness import Shares
 from tribe.serve.protocol import VERSION, InferResult
+from tribe.serve.security import Principal
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
 
@@ -39,6 +42,7 @@ PAGE = {  # path -> file, type
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/tokens.js": ("tokens.js", "text/javascript"),
 }
 PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -82,6 +86,14 @@ class App(Starlette):
             lifespan=lambda _: service.running(),
         )
         self.router.redirect_slashes = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; until its answer is sent, it counts as one of its user's."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            if (user := scope.get("user")) is not None:
+                self.handlers.requests.add(user, -1)
 
 
 def _routes(handlers: "Handlers") -> list[Route]:
@@ -137,10 +149,17 @@ def as_json(value: Any, status: int = 200) -> Response:
 
 
 class Bodies:
-    """Reads bodies, and bounds the bytes of all that the server holds at the same time."""
+    """Reads bodies, and bounds the bytes of all that the server holds at the same time, which users share."""
 
-    def __init__(self, limit: int, decoders: Decoders) -> None:
-        self.limit, self.used, self.decoders = limit, 0, decoders
+    def __init__(self, limit: int, decoders: Decoders, alone: bool = True) -> None:
+        self.limit, self.decoders = limit, decoders
+        words = "the server holds {used:,} bytes of other requests, {own:,} of them yours; try again"
+        self.shares = Shares(limit, words, alone)
+
+    @property
+    def used(self) -> int:
+        """Return how many bytes requests hold."""
+        return self.shares.used
 
     @asynccontextmanager
     async def read(self, request: Request, limit: int, seconds: float) -> AsyncIterator[bytearray]:
@@ -148,13 +167,13 @@ class Bodies:
         if (length := int(request.headers.get("content-length", 0))) > limit:  # the parser of HTTP has checked it
             words = f"the body has {length:,} bytes; expected {limit:,} at most. Send fewer images at once"
             raise errors.TooLarge(words)
-        taken = 0
+        taken, user = 0, request.user
         try:
             body = bytearray()
             try:
                 async with asyncio.timeout(seconds):
                     async for chunk in request.stream():
-                        taken += self._take(len(chunk))
+                        taken += self._take(user, len(chunk))
                         body += chunk
                         if len(body) > limit:
                             raise errors.TooLarge(f"the body has more than {limit:,} bytes. Send fewer images at once")
@@ -165,11 +184,11 @@ class Bodies:
             if encoding != "identity":
                 unpacker, body = Unpacker(body, encoding), bytearray()
                 while not unpacker.done:
-                    taken += self._take(PIECE)
-                    piece = await self.decoders.run(request.user, unpacker.read)
+                    taken += self._take(user, PIECE)
+                    piece = await self.decoders.run(user, unpacker.read)
                     body += piece
-                    self.used -= PIECE - len(piece)
-                    taken -= PIECE - len(piece)
+                    self.shares.add(user, len(piece) - PIECE)
+                    taken += len(piece) - PIECE
                     if len(body) > limit:
                         words = f"the body has more than {limit:,} bytes when it is unpacked"
                         raise errors.TooLarge(f"{words}. Send fewer images at once")
@@ -178,22 +197,22 @@ class Bodies:
             del body  # the block alone holds it, and may free it before its end
             yield given.pop()
         finally:
-            self.used -= taken
+            self.shares.add(user, -taken)
 
     @contextmanager
-    def hold(self, count: int) -> Iterator[None]:
+    def hold(self, count: int, user: Principal | None = None) -> Iterator[None]:
         """Count the bytes of images, which are up to 50 times those of a picture, until the block ends."""
-        self._take(count)
+        self._take(user, count)
         try:
             yield
         finally:
-            self.used -= count
+            self.shares.add(user, -count)
 
-    def _take(self, count: int) -> int:
-        if self.used + count > self.limit:
-            raise errors.Unavailable(f"the server holds {self.used:,} bytes of other requests; try again")
-        self.used += count
-        return count
+    def _take(self, user: Principal | None, count: int) -> int:
+        if user is None:
+            return self.shares.take(user, count)
+        user.check_bytes(self.shares.of.get(user, 0) + count)
+        return user.take(self.shares, count)
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------------
@@ -206,7 +225,10 @@ class Handlers:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
         self.responses = self.worker.metrics.responses
         self.decoders = Decoders()
-        self.bodies = Bodies(service.limits.bodies, self.decoders)
+        alone = len(service.access.users) < 2
+        self.bodies = Bodies(service.limits.bodies, self.decoders, alone)
+        words = "{used} requests are being answered, {own} of them yours; send fewer at the same time"
+        self.requests = Shares(service.limits.connections, words, alone)
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
 
     def check(self, request: Request, public: bool) -> None:
@@ -218,11 +240,17 @@ class Handlers:
                     raise BadRequest(f"the header {name} occurs {count} times; expected once")
         access.check_site(headers.get("host", ""), headers.get("origin"))
         if not public:
-            request.scope["user"] = access.identify(headers.get("authorization"))
+            user = access.identify(headers.get("authorization"))
+            user.take(self.requests, 1)
+            request.scope["user"] = user  # `App` then gives its place back
         if "model" in names:
             self.model.check(names["model"], names.get("version", VERSION))
         if "stream" in names:
             check_stream_name(names["stream"])
+            if (named := headers.get("x-tribe-stream", names["stream"])) != names["stream"]:
+                raise BadRequest(
+                    f"the path names the stream {names['stream']!r}, the header x-tribe-stream {named[:130]!r}"
+                )
 
     async def error(self, request: Request, error: Exception) -> Response:
         """Answer an error of a handler or of routing; uvicorn drops the rest of the body and logs an unexpected one."""
@@ -253,7 +281,7 @@ class Handlers:
             decode = partial(protocol.decode_infer, body, head_size, self.model, stream)
             asked = await self.decoders.run(request.user, decode) if in_thread else decode()
             del body, decode
-            with self.bodies.hold(asked.images.nbytes):
+            with self.bodies.hold(asked.images.nbytes, request.user):
                 result = await self.service.infer(asked, request.user, arrived)
         encode = partial(protocol.encode_infer, result, asked, self.model)
         content, size = await self._encode(request, result, encode)
@@ -273,7 +301,7 @@ class Handlers:
             del body, decode
             if not (as_npy := plain.NPY in headers.get("accept", "")):
                 self.model.check_answer(len(asked.images))
-            with self.bodies.hold(asked.images.nbytes):
+            with self.bodies.hold(asked.images.nbytes, request.user):
                 result = await self.service.infer(asked, request.user, arrived)
         if as_npy:
             return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
@@ -298,6 +326,10 @@ class Handlers:
         answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
         found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
         answer["streams"] = [self._with_thumbnail(each) for each in found]
+        answer["open_streams"] = self.worker.policy.open_streams
+        users = self.service.access.users
+        seen = users if request.user.sees_all else [each for each in users if each is request.user]
+        answer["tokens"] = self.service.tokens(seen, self.bodies.shares.of)
         if query.stored:
             answer["stored"] = await self.worker.stored(request.user.token.streams, query.after)
         return as_json(answer)
@@ -324,7 +356,7 @@ class Handlers:
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
                 arguments = msgspec.structs.asdict(protocol.decode_json(bytes(body.strip() or b"{}"), decoder))
         if action == "create":
-            await self.service.admit(name, request.user)
+            arguments["user"] = request.user
         elif action in ("drop", "end"):
             self.service.thumbnails.drop(name)
         return as_json(await self.worker.control(action, name, **arguments))
@@ -344,8 +376,7 @@ class Handlers:
         async with self.bodies.read(request, self.limits.state, self.limits.state_seconds) as body:
             content = await asyncio.to_thread(bytes, body)
             del body
-            await self.service.admit(name, request.user)
-            return as_json(await self.worker.control("put_state", name, data=content))
+            return as_json(await self.worker.control("put_state", name, data=content, user=request.user))
 
     async def thumbnail(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/thumbnail: its last frame, small, as a PNG."""
@@ -380,10 +411,11 @@ class Handlers:
                 f"the token {token.name!r} is for some streams; GET /metrics needs one for all streams"
             )
         query = msgspec.convert(_query(request), MetricsQuery, strict=False)
-        return Response(self.worker.metrics_text(query.streams), media_type=METRICS)
+        more = self.service.token_metrics(self.bodies.shares.of)
+        return Response(self.worker.metrics_text(query.streams, more), media_type=METRICS)
 
     async def page(self, request: Request) -> Response:
-        """Answer GET /, /page.css and /page.js: the page for people."""
+        """Answer GET / and the files of the page: the page for people."""
         path = request.url.path
         return Response(self._page[path], headers=PAGE_HEADERS, media_type=PAGE[path][1])
 

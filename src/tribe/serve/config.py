@@ -14,6 +14,7 @@ class Policy:
     max_batch_delay: float = 0.002  # longest wait of a request for a larger batch; 0 while the model is idle
     streams: int = 64  # most streams in one step, and most requests in one prediction
     images: int = 512  # most images in one step or prediction; a single larger request runs alone
+    turn: float = 0.05  # longest step or prediction while several tokens send requests; a longer request runs alone
 
     # Latency
     deadline: float | None = None  # of requests that name none, counted from their arrival; None: they wait
@@ -29,6 +30,8 @@ class Policy:
     margin: float = 1.5  # how long before the end of a lease the worker stops learning: its clock, its longest step
     staleness: float = 1.0  # a stream that another worker owns is looked up again after this
     requests: int = 256  # request ids kept with each stream: a repeated one does not learn again
+    open_streams: int = 10_000  # most streams that are open at the same time, which tokens share; more get 503
+    stored_streams: int = 1_000_000  # most streams in the store; more get 503
 
     # Write-behind
     write_every: float = 0.5  # between two rounds of writing
@@ -46,6 +49,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         whole = ("streams", "images", "waiting", "backlog", "backlog_bytes", "requests", "write_bytes", "events")
+        require_whole(self, "open_streams", "stored_streams")
         require_whole(self, *whole, "snapshots", "stream_metrics")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from tribe.health.history import Snapshot
 from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream
 from tribe.serve.runtime import StreamSession, read_reports
+from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, read_intact
 from tribe.serve.store import StoreDown
 from tribe.streams.names import check_stream_name
@@ -79,8 +80,8 @@ class Controls:
             raise NotOwner(f"stream {stream!r} cannot be changed here: {why}. Try again, or ask its owner")
         return session
 
-    async def _create(self, stream: str) -> Description:
-        await self.sessions.open(stream)
+    async def _create(self, stream: str, user: Principal | None = None) -> Description:
+        await self.sessions.open(stream, user)
         return self._describe(stream)
 
     async def _end(self, stream: str) -> Description:
@@ -185,9 +186,9 @@ class Controls:
             raise UnknownStream(f"no stream {stream!r}, or it has learned nothing yet")
         return stored.blob
 
-    async def _put_state(self, stream: str, data: bytes) -> Description:
+    async def _put_state(self, stream: str, data: bytes, user: Principal | None = None) -> Description:
         await self.runtime.run("states", lambda: self.fleet.check_bytes(stream, data))  # before a stream is made for it
-        await self._create(stream)
+        await self._create(stream, user)
         session = await self._owned(stream)
         words = "its state was replaced"  # a file does not hold the ids of requests that it has learned
         return await self._replace(session, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)

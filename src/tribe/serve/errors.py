@@ -12,6 +12,8 @@ from tribe.serve.store import StoreDamaged, StoreDown
 from tribe.streams import UnknownStream as UnknownStream
 from tribe.streams.names import WrongName
 
+FULL_AGAIN = 60.0  # seconds after which another stream may be opened, if none is deleted before
+
 
 class ServeError(Exception):
     """An unexpected error in the server; its log says more."""
@@ -85,12 +87,6 @@ class WrongType(ServeError):
     status, code = 415, "INVALID_ARGUMENT"
 
 
-class TooMany(ServeError):
-    """The token has as many streams as it may have."""
-
-    status, code = 429, "RESOURCE_EXHAUSTED"
-
-
 class Unavailable(ServeError):
     """The deadline cannot be met, the server is full or stops; the header Retry-After says when to try again."""
 
@@ -100,6 +96,12 @@ class Unavailable(ServeError):
         super().__init__(message)
         self.retry_after = retry_after  # seconds
         self.headers = {"retry-after": str(max(1, math.ceil(retry_after)))}
+
+
+class TooMany(Unavailable):
+    """A quota of the token is used up, such as its streams or its requests of this second; see Retry-After."""
+
+    status, code = 429, "RESOURCE_EXHAUSTED"
 
 
 class NotOwner(Conflict):

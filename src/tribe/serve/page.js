@@ -14,7 +14,7 @@ const SHARES = new Set(["accuracy", "trusted"]); // drawn from 0 to 1, written i
 const STATES = {
   learning: ["adapting", "It learns from its images."],
   frozen: ["frozen", "It only predicts, until it is unfrozen."],
-  followed: ["not owned", "Another worker owns it. This one predicts with the last stored state."],
+  followed: ["not owned", "Another worker owns it, or only tokens that may not teach it ask. This one predicts with the last stored state."],
   unreachable: ["store unreachable", "The store cannot be asked who owns it. The source model predicts."],
   lease: ["lease ended", "The claim was not renewed in time. It only predicts, until the store answers."],
   lag: ["storing is late", "Too much is not stored yet. It only predicts, until the store has caught up."],
@@ -154,6 +154,7 @@ function take(answer) {
   // Only a calibrated stream has an estimated accuracy: without one there is no column of it.
   document.body.classList.toggle("estimated", [...streams.values()].some(({ known }) => typeof known.accuracy === "number"));
   summarise(answer);
+  showTokens(answer.tokens ?? []);
   draw();
 }
 
@@ -178,7 +179,8 @@ function summarise(answer) {
   const parts = [...counts].filter(([state]) => state).map(([state, count]) => `${count} ${stateWords(state)[0]}`);
   if (alarms) parts.push(`${alarms} with alarms`);
   const all = `${streams.size} stream${streams.size === 1 ? "" : "s"}`;
-  setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.`);
+  const most = typeof answer.open_streams === "number" ? ` At most ${answer.open_streams.toLocaleString("en")} may be open.` : "";
+  setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.${most}`);
   document.title = `${alarms ? `(${alarms}!) ` : ""}${all} - tribe`;
 }
 

@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from tribe.serve.config import Policy
+from tribe.serve.jobs import BatchTimes
 from tribe.serve.metrics import Events, Metrics
-from tribe.serve.scheduler import BatchTimes, Scheduler
+from tribe.serve.scheduler import Scheduler
 from tribe.serve.store import Claim, StreamStore
 from tribe.streams import Fleet
 
@@ -53,6 +54,8 @@ class StreamSession:
     unstorable: str | None = None  # why its state cannot be stored
     snapshots: list[Any] = field(default_factory=list)  # for rollback; see `controls.SessionSnapshot`
     images: int = 0  # images that came since it was opened
+    opener: Hashable = None  # the user who opened it here first
+    unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
 
     @property

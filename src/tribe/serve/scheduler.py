@@ -7,75 +7,25 @@ A request whose deadline does not allow for a step is predicted at once and stay
 later, before those of later requests. Answered requests in queues are the backlog, which is bounded: the oldest are
 dropped. If even a prediction would be late, the request is refused.
 
+Users share the model: they take turns, in predictions and in steps, and where something is full, the one who has most
+of it gives way. So a user who asks for less than an equal share gets it, whatever the others send.
+
 The caller passes the time to every method, so a test can drive a scheduler moment by moment.
 """
 
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Hashable, Iterable
 from itertools import count
-from typing import Any, Literal, NamedTuple
-
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from tribe.serve.config import Policy
 from tribe.serve.errors import Unavailable
+from tribe.serve.fairness import Tally, Turns
+from tribe.serve.jobs import WAITING, BatchTimes, Job, JobState, StreamQueue
 
-Kind = Literal["step", "predict"]
-NEWEST = 1 / 8  # share of the newest time in a mean, and twice that in a deviation: as TCP estimates round trips
-SPREAD = 3.0  # mean deviations above the mean that an estimate allows for
-
-
-class JobState(Enum):
-    """Where a request stands on its way to an answer."""
-
-    NEW = "new"  # not offered yet, or taken back
-    STEP = "step"  # waits for a step, or is being stepped
-    PREDICTION = "prediction"  # waits for a prediction, or is being predicted
-    DONE = "done"  # has an answer or an error
-
-
-WAITING = (JobState.STEP, JobState.PREDICTION)  # offered, and without an answer
-
-
-@dataclass(eq=False, slots=True)
-class Job:
-    """A request. The scheduler changes its state while it waits."""
-
-    stream: str | None  # None: the source model predicts
-    images: Tensor  # (B, ...)
-    arrived: float
-    deadline: float = math.inf
-    learn: bool = True
-    request_id: str | None = None
-    reply: Any = None  # for the caller, such as a future
-    source: bool = False  # the source model predicts, because the stream has no state here
-    launch_by: float = 0.0  # when it no longer waits for a larger batch
-    launched: float = math.nan  # when its batch was launched
-    state: JobState = JobState.NEW
-    queued: bool = False  # is in its stream's queue, to be learned; also after it was answered
-    size: int = field(init=False)  # how many images
-
-    def __post_init__(self) -> None:
-        self.size = self.images.shape[0]
-
-    @property
-    def awaits_step(self) -> bool:
-        """Return whether it is in a queue, and its answer comes from a step."""
-        return self.queued and self.state is JobState.STEP
-
-
-@dataclass(eq=False, slots=True)
-class StreamQueue:
-    """The requests of a stream that are not learned yet, the oldest first."""
-
-    jobs: deque[Job] = field(default_factory=deque)
-    awaiting: int = 0  # how many of them await a step
-    busy: bool = False  # one of its requests is being stepped, or the stream is held
-    holders: deque[Callable[[], None]] = field(default_factory=deque)  # callbacks of those who want to hold it next
+RECENT = 10.0  # seconds: users whose last request is not older share the model
 
 
 class RunningBatch(NamedTuple):
@@ -85,42 +35,6 @@ class RunningBatch(NamedTuple):
     images: int  # of all of them
     since: float
     until: float  # when it should be done
-
-
-class BatchTimes:
-    """Estimate the seconds that a batch takes, by kind and size, so that a deadline can be judged early.
-
-    >>> times = BatchTimes()
-    >>> times.observe("step", 3, 0.010)
-    >>> round(times.expect("step", 4), 3), round(times.expect("step", 16), 3), times.expect("predict", 4)
-    (0.025, 0.1, 0.0)
-    """
-
-    def __init__(self) -> None:
-        self._means: dict[Kind, dict[int, tuple[float, float, int]]] = {"step": {}, "predict": {}}
-
-    def observe(self, kind: Kind, images: int, seconds: float) -> None:
-        """Add the time of a batch, from its launch until its answers are there."""
-        means, size = self._means[kind], 1 << max(0, images - 1).bit_length()  # the next power of two
-        mean, deviation, count = means.get(size, (seconds, seconds / 2, 0))
-        if count == 1 and seconds < mean:  # a first batch is slow, and then does not count
-            mean, deviation = seconds, seconds / 2
-        elif count:
-            error = seconds - mean
-            mean, deviation = mean + NEWEST * error, deviation + 2 * NEWEST * (abs(error) - deviation)
-        means[size] = mean, deviation, count + 1
-
-    def expect(self, kind: Kind, images: int) -> float:
-        """Return a time that most batches of this many images do not exceed; 0 before the first batch.
-
-        A new size takes the time of the next larger one, or in proportion to the next smaller one.
-        """
-        means, size = self._means[kind], 1 << max(0, images - 1).bit_length()  # the next power of two
-        if not means:
-            return 0.0
-        nearest = min((other for other in means if other >= size), default=max(means))
-        mean, deviation, _ = means[nearest]
-        return max(1.0, size / nearest) * (mean + SPREAD * deviation)
 
 
 Refused = dict[Job, Unavailable]  # requests that get no answer, and why
@@ -138,44 +52,53 @@ class Scheduler:
         self.policy, self.times, self.blocked = policy, times, blocked
         self.queues: dict[Any, StreamQueue] = {}  # by the name of the stream
         self.predictions: deque[Job] = deque()  # to be predicted, in order of arrival
-        self._prediction_images = 0  # of these requests
+        self._predicted = Tally()  # images of these requests
         self.backlog: dict[Job, None] = {}  # the oldest first
+        self._backlog_of = Tally()  # its requests
         self.backlog_bytes = 0
         self.dropped = dict.fromkeys(("full", "owner", "lease", "lag", "refused", "closed"), 0)  # by reason
         self.waiting = 0  # requests without an answer
+        self.waiting_of = Tally()
         self.stepping: RunningBatch | None = None
         self.predicting: RunningBatch | None = None
-        self.relief_until = -math.inf  # until then requests with a deadline are only predicted
+        self._relief = dict[Hashable, float]()  # until then requests of a user with a deadline are only predicted
+        self._seen = dict[Hashable, float]()  # when a user's last request came
+        self._streams_of = Tally()  # queues, by the user who sent the first request
+        self._prediction_turns = Turns[Job](lambda job: job.user, lambda job: job.images.numel())
+        self._step_turns = Turns[Job](lambda job: job.user, lambda job: job.images.numel() / job.share)
         self._awaiting = 0  # requests that await a step, in all queues
         self._moments: list[tuple[float, int, Job]] = []  # a heap: when a waiting request must be looked at again
         self._order = count()
 
-    def offer(self, job: Job, now: float) -> None:
-        """Accept a request, to be stepped, predicted or both, or refuse it: `Unavailable`."""
+    def offer(self, job: Job, now: float) -> Refused:
+        """Accept a request, to be stepped, predicted or both, or refuse it: `Unavailable`.
+
+        Return a request of another user that is refused in its place.
+        """
+        user = job.user
+        self._seen[user] = now
         if job.deadline <= now:
-            raise Unavailable("the deadline has passed already", self._drain_time(now))
-        if self.waiting >= self.policy.waiting:
-            self.relief_until = now + self.policy.relief
-            words = f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}"
-            raise Unavailable(words, self._drain_time(now))
+            raise Unavailable("the deadline has passed already", self._drain_time(user, now))
+        displaced = self._displaced_by(job, now) if self.waiting >= self.policy.waiting else None
         learns = job.stream is not None and job.learn
         predicts = not learns
         if learns and job.deadline < math.inf:
-            queue, others = self.queues.get(job.stream), len(self.queues)
+            queue, others = self.queues.get(job.stream), self._streams_of.before(user, 1)
             free = now if self.stepping is None else max(now, self.stepping.until)
             rounds = 1 + max(0 if queue is None else len(queue.jobs), others // self.policy.streams)
             done = free + rounds * self.times.expect("step", job.size * min(1 + others, self.policy.streams))
-            predicts = now < self.relief_until or done > job.deadline
+            predicts = self._is_relieved(user, now) or done > job.deadline
         # An idle model tries a prediction anyway: else an estimate from one slow moment would never be corrected.
         busy = self.predicting is not None or self.predictions
-        if predicts and busy and (done := self._predicted_by(job.size, now)) > job.deadline:
-            self.relief_until = now + self.policy.relief
+        if predicts and busy and (done := self._predicted_by(user, job.size, now)) > job.deadline:
+            self._relief[user] = now + self.policy.relief
             words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
-            raise Unavailable(words, self._drain_time(now))
+            raise Unavailable(words, self._drain_time(user, now))
+        refused = {} if displaced is None else {displaced: self._refuse(displaced, now, self._full)}
         if learns:
             idle = self.stepping is None and not self._awaiting and not self.backlog
             job.launch_by = now if idle else now + self.policy.max_batch_delay
-            self.queues.setdefault(job.stream, StreamQueue()).jobs.append(job)
+            self._queue(job.stream, user).jobs.append(job)
         if predicts:
             self._queue_prediction(job, queued=learns)
         else:
@@ -185,24 +108,58 @@ class Scheduler:
             if not predicts:
                 slack = 2 * self.times.expect("predict", job.size) + self.policy.max_batch_delay
                 self._look_again(job, job.deadline - slack)
+        return refused
 
-    def _predicted_by(self, images: int, now: float) -> float:
-        """Return when a prediction of this many images would be done, if it joined the line now."""
+    @property
+    def _full(self) -> str:
+        return f"{self.waiting} requests wait, and the policy allows {self.policy.waiting}"
+
+    def _displaced_by(self, job: Job, now: float) -> Job:
+        """Return which request gives its place to another one: the newest of the user with most of them.
+
+        If no other user has more, the other one is refused.
+        """
+        places = [each for queue in self.queues.values() for each in queue.jobs if each.awaits_step]
+        places += [each for each in self.predictions if each.state is JobState.PREDICTION]
+        least = self.waiting_of.get(job.user, 0) + 1
+        heavier = [each for each in places if self.waiting_of[each.user] > least]
+        if not heavier:
+            self._relief[job.user] = now + self.policy.relief
+            raise Unavailable(self._full, self._drain_time(job.user, now))
+        return max(heavier, key=lambda each: (self.waiting_of[each.user], each.arrived))
+
+    def _queue(self, stream: Any, user: Hashable) -> StreamQueue:
+        if stream not in self.queues:
+            self.queues[stream] = StreamQueue(user=user)
+            self._streams_of.add(user, 1)
+        return self.queues[stream]
+
+    def _is_relieved(self, user: Hashable, now: float) -> bool:
+        return now < self._relief.get(user, -math.inf)
+
+    def _longest_batch(self, now: float) -> float:
+        """Return how long a batch may take: while several users send requests, each waits for those of others."""
+        return self.policy.turn if sum(now - seen <= RECENT for seen in self._seen.values()) > 1 else math.inf
+
+    def _predicted_by(self, user: Hashable, images: int, now: float) -> float:
+        """Return when a prediction of this many images would be done, if it joined the user's line now."""
         free = now if self.predicting is None else max(now, self.predicting.until)
-        return free + self._predictions_take(images + self._prediction_images)
+        return free + self._predictions_take(images + self._predicted.before(user, images))
 
     def _predictions_take(self, images: int) -> float:
         most, expect = self.policy.images, self.times.expect
         return images // most * expect("predict", most) + (expect("predict", images % most) if images % most else 0)
 
-    def _drain_time(self, now: float) -> float:
-        """Return in how many seconds the requests that wait now are done."""
+    def _drain_time(self, user: Hashable, now: float) -> float:
+        """Return in how many seconds a user's requests that wait now are done."""
         free = 0.0 if self.stepping is None else max(0.0, self.stepping.until - now)
-        return max(free, self._predicted_by(1, now) - now)
+        return max(free, self._predicted_by(user, 1, now) - now)
 
     def _move(self, job: Job, state: JobState, queued: bool) -> None:
         """Change the state of a job, and the counts and the backlog that follow from it."""
-        self.waiting += (state in WAITING) - (job.state in WAITING)
+        if change := (state in WAITING) - (job.state in WAITING):
+            self.waiting += change
+            self.waiting_of.add(job.user, change)
         awaited = job.awaits_step
         job.state, job.queued = state, queued
         if change := job.awaits_step - awaited:
@@ -211,16 +168,22 @@ class Scheduler:
         in_backlog = queued and state is not JobState.STEP  # only to be learned: its answer does not come from a step
         if in_backlog and job not in self.backlog:
             self.backlog[job] = None
+            self._backlog_of.add(job.user, 1)
             self.backlog_bytes += job.images.nbytes
             self._trim_backlog(job)
         elif not in_backlog and job in self.backlog:
             del self.backlog[job]
+            self._backlog_of.add(job.user, -1)
             self.backlog_bytes -= job.images.nbytes
 
     def _trim_backlog(self, newest: Job) -> None:
-        """Drop the oldest of the backlog, and of the newest request's queue, beyond the limits of the policy."""
-        while len(self.backlog) > self.policy.backlog or self.backlog_bytes > self.policy.backlog_bytes:
-            self._drop(next(iter(self.backlog)), "full")
+        """Drop what is beyond the limits of the policy: of the user with the largest backlog, and of the newest
+        request's queue, the oldest first.
+        """
+        while (many := len(self.backlog) > self.policy.backlog) or self.backlog_bytes > self.policy.backlog_bytes:
+            held = self._backlog_of if many else _tally(self.backlog, lambda job: job.images.nbytes)
+            largest = max(held, key=held.__getitem__)
+            self._drop(next(job for job in self.backlog if job.user == largest), "full")
         if not newest.queued:
             return
         jobs = self.queues[newest.stream].jobs
@@ -232,7 +195,7 @@ class Scheduler:
     def _queue_prediction(self, job: Job, queued: bool = True) -> None:
         """Answer a request by a prediction; ``queued``: it stays in its stream's queue, to be learned later."""
         self.predictions.append(job)
-        self._prediction_images += job.size
+        self._predicted.add(job.user, job.size)
         self._move(job, JobState.PREDICTION, queued)
 
     def _drop(self, job: Job, reason: str) -> None:
@@ -254,6 +217,7 @@ class Scheduler:
         queue = self.queues[stream]
         if not (queue.jobs or queue.busy or queue.holders):
             del self.queues[stream]
+            self._streams_of.add(queue.user, -1)
 
     def withdraw(self, stream: str, reason: str) -> list[Job]:
         """Drop a stream's queue, and return the requests that awaited a step, to be offered again."""
@@ -277,7 +241,7 @@ class Scheduler:
         for job in predictions:
             self.take_back(job, "closed")
         self.predictions.clear()
-        self._prediction_images = 0
+        self._predicted.clear()
         return abandoned + predictions
 
     def next_step(self, now: float) -> list[Job]:
@@ -285,19 +249,21 @@ class Scheduler:
         if self.stepping is not None or (not self._awaiting and not self._has_time_to_learn(now)):
             return []
         chosen, size, tightest, shape = list[Job](), 0, math.inf, None
+        longest = self._longest_batch(now)
         for job in self._heads(now):
             kind = (job.images.shape[1:], job.images.dtype)
             if shape not in (None, kind):
                 continue
             until = min(tightest, job.deadline if job.awaits_step else math.inf)
             full = len(chosen) >= self.policy.streams or size + job.size > self.policy.images
-            if chosen and (full or now + self.times.expect("step", size + job.size) > until):
+            takes = self.times.expect("step", size + job.size)
+            if chosen and (full or takes > longest or now + takes > until):
                 continue
             chosen.append(job)
             size, tightest, shape = size + job.size, until, kind
         awaited = [job.launch_by for job in chosen if self.queues[job.stream].awaiting]
         full = len(chosen) >= self.policy.streams or size >= self.policy.images
-        if not awaited and not (chosen and self._has_time_to_learn(now)):
+        if not chosen:
             return []
         if awaited and not full and min(awaited) > now:
             return []  # it waits for more requests
@@ -306,11 +272,14 @@ class Scheduler:
             self._move(job, job.state, queued=False)
             queue.jobs.popleft()
             queue.busy, job.launched = True, now
+        self._step_turns.charge(chosen, {queue.jobs[0].user for queue in self.queues.values() if queue.jobs})
         self.stepping = RunningBatch(chosen, size, now, now + self.times.expect("step", size))
         return chosen
 
-    def _heads(self, now: float) -> Iterator[Job]:
-        """Yield the first request of every free queue: first the queues that await a step, then the oldest."""
+    def _heads(self, now: float) -> list[Job]:
+        """Return the first request of every free queue: users take turns, with those that await a step first, then
+        the oldest.
+        """
         free = [(stream, queue) for stream, queue in self.queues.items() if queue.jobs and not queue.busy]
         for stream, _ in free:
             if (reason := self.blocked(stream)) is not None:
@@ -320,14 +289,22 @@ class Scheduler:
             for job in list(queue.jobs) if queue.awaiting else ():
                 if not job.awaits_step or job.deadline == math.inf:
                     continue
-                if now < self.relief_until or now + self.times.expect("step", job.size) > job.deadline:
+                if self._is_relieved(job.user, now) or now + self.times.expect("step", job.size) > job.deadline:
                     self._queue_prediction(job)
         left = [queue for _, queue in free if queue.jobs]  # limits of the backlog may have emptied some
-        yield from (queue.jobs[0] for queue in sorted(left, key=lambda q: (not q.awaiting, q.jobs[0].arrived)))
+        heads = sorted(
+            ((not queue.awaiting, queue.jobs[0].arrived, queue.jobs[0]) for queue in left), key=lambda h: h[:2]
+        )
+        learning = {job.user for late, _, job in heads if not late}  # a step of theirs also takes their backlog
+        learning |= {user for user in self._backlog_of if self._may_learn(user, now)}
+        return self._step_turns.order(job for _, _, job in heads if job.user in learning)
+
+    def _may_learn(self, user: Hashable, now: float) -> bool:
+        """Return whether a user's backlog may be stepped alone: not under overload, nor while predictions wait."""
+        return not self._is_relieved(user, now) and user not in self._predicted
 
     def _has_time_to_learn(self, now: float) -> bool:
-        """Return whether the backlog may be stepped alone: not under overload, nor while predictions wait."""
-        return bool(self.backlog) and now >= self.relief_until and not self.predictions
+        return any(self._may_learn(user, now) for user in self._backlog_of)
 
     def step_done(self, now: float) -> None:
         """End a step, whether it failed or not: its streams are free again."""
@@ -342,11 +319,12 @@ class Scheduler:
         if self.predicting is not None or not self.predictions:
             return [], {}
         candidates, later, late = list[Job](), list[Job](), list[Job]()
-        names, size = set[str | None](), 0
-        for job in self.predictions:
-            if job.state is JobState.DONE:
-                continue
-            full = len(candidates) >= self.policy.streams or (candidates and size + job.size > self.policy.images)
+        names, size, longest = set[str | None](), 0, self._longest_batch(now)
+        for job in self._prediction_turns.order(j for j in self.predictions if j.state is not JobState.DONE):
+            full = len(candidates) >= self.policy.streams or (
+                candidates
+                and (size + job.size > self.policy.images or self.times.expect("predict", size + job.size) > longest)
+            )
             if now + self.times.expect("predict", job.size) > job.deadline:
                 late.append(job)
             elif full or (job.stream is not None and job.stream in names):
@@ -361,12 +339,13 @@ class Scheduler:
             chosen = [late.pop(0)]
         taken = {*chosen, *late}
         self.predictions = deque(j for j in self.predictions if j.state is not JobState.DONE and j not in taken)
-        self._prediction_images = _images(self.predictions)
+        self._predicted = _tally(self.predictions, lambda job: job.size)
         refused = {job: self._refuse(job, now) for job in late}
         for job in chosen:
             job.launched = now
         if chosen:
             size = _images(chosen)
+            self._prediction_turns.charge(chosen, self._predicted)
             self.predicting = RunningBatch(chosen, size, now, now + self.times.expect("predict", size))
         return chosen, refused
 
@@ -374,7 +353,8 @@ class Scheduler:
         """Return the requests of the next prediction, in order, and those to give up.
 
         A batch grows as long as all its requests are in time. If the rest would then be late, and a larger batch
-        answers more requests a second, the larger one is taken, without those that it would make late.
+        answers more requests a second, the larger one is taken, without those that it would make late. These are
+        requests of users who have most images in it: others need not give way.
         """
         small, size, tightest = list[Job](), 0, math.inf
         for job in candidates:
@@ -391,7 +371,10 @@ class Scheduler:
         large = [job for job in candidates if job.deadline >= now + takes_all]
         if len(large) * takes_small <= len(small) * self.times.expect("predict", _images(large)):
             return small, []
-        return large, [job for job in candidates if job not in large]
+        given_up, held = [job for job in candidates if job not in large], _tally(candidates, lambda job: job.size)
+        if any(held[job.user] < max(held.values()) for job in given_up):
+            return small, []
+        return large, given_up
 
     def prediction_done(self, now: float) -> None:
         """End a prediction, whether it failed or not."""
@@ -406,12 +389,14 @@ class Scheduler:
         self._move(job, JobState.DONE, job.queued)
         return True
 
-    def _refuse(self, job: Job, now: float) -> Unavailable:
+    def _refuse(self, job: Job, now: float, words: str | None = None) -> Unavailable:
         """End a request without an answer; its images are not learned, so that a retry may be."""
         self._drop(job, "refused")
         self._move(job, JobState.DONE, queued=False)
-        self.relief_until = now + self.policy.relief
-        return Unavailable(f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(now))
+        self._relief[job.user] = now + self.policy.relief
+        return Unavailable(
+            words or f"no answer within {job.deadline - job.arrived:.3f} s", self._drain_time(job.user, now)
+        )
 
     def _look_again(self, job: Job, moment: float) -> None:
         if len(self._moments) > 64 + 4 * self.waiting:  # answered long before their deadline: release the images
@@ -441,13 +426,13 @@ class Scheduler:
             if self._awaiting:
                 free = (queue for queue in self.queues.values() if queue.awaiting and not queue.busy)
                 moment = min((moment, *(queue.jobs[0].launch_by for queue in free)))
-            if self.backlog and self.relief_until > now:
-                moment = min(moment, self.relief_until)
+            ends = (self._relief.get(user, now) for user in self._backlog_of)
+            moment = min((moment, *(end for end in ends if end > now)))
         return moment
 
     def hold(self, stream: str, granted: Callable[[], None]) -> None:
         """Keep a stream from being stepped, from the moment ``granted`` is called until `release`."""
-        queue = self.queues.setdefault(stream, StreamQueue())
+        queue = self._queue(stream, None)
         if queue.busy:
             queue.holders.append(granted)
         else:
@@ -467,3 +452,11 @@ class Scheduler:
 def _images(jobs: Iterable[Job]) -> int:
     """Return how many images the requests have."""
     return sum(job.size for job in jobs)
+
+
+def _tally(jobs: Iterable[Job], amount: Callable[[Job], int]) -> Tally:
+    """Return the amounts of each user's requests."""
+    tally = Tally()
+    for job in jobs:
+        tally.add(job.user, amount(job))
+    return tally

@@ -4,23 +4,32 @@ import dataclasses
 import io
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from torch import Tensor
 
 from tribe.data.images import require_pillow
 from tribe.fields import require
 from tribe.serve.config import Limits
-from tribe.serve.errors import NotFound, TooMany, Unavailable
+from tribe.serve.errors import Unavailable
+from tribe.serve.fairness import Tally
 from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
-from tribe.serve.security import Access, Principal
+from tribe.serve.security import USED, Access, Principal
 from tribe.serve.store import StreamStore
 from tribe.serve.worker import Worker
 
+USING = {  # what a token uses now -> the help text of tribe_token_NAME
+    "open": "Streams that a token has opened and that are open.",
+    "waiting": "Requests of a token that wait for an answer.",
+    "bytes": "Bytes that requests of a token hold.",
+}
 SIDE = 96  # most pixels of a thumbnail's side
 log = logging.getLogger("tribe.serve")
 
@@ -119,10 +128,14 @@ class Service:
         deadline = None if request.timeout is None else arrived + request.timeout / 1e6
         if stream is not None:
             user.check("create" if request.start else "end" if request.end else "predict", stream)
-            if user.token.most_streams is not None or "create" not in user.rights:
-                await self.admit(stream, user)
-            learn = learn and user.may_learn(len(images))
-        result = await self.worker.infer(stream, images, request_id=request.id, deadline=deadline, learn=learn)
+        user.count_images(len(images))
+        learn = learn and stream is not None and user.may_learn(len(images))
+        infer = partial(self.worker.infer, request_id=request.id, deadline=deadline, learn=learn, user=user)
+        try:
+            result = await infer(stream, images)
+        except Unavailable:
+            user.used["refused"] += 1
+            raise
         if stream is not None and request.end:
             self.thumbnails.drop(stream)
             try:
@@ -134,15 +147,24 @@ class Service:
             self.thumbnails.update_from(stream, images)
         return result
 
-    async def admit(self, stream: str, user: Principal) -> None:
-        """Raise for a stream that does not exist, if the token may not create it or has as many as it may."""
-        sessions, most = self.worker.sessions, user.token.most_streams
-        if await sessions.exists(stream):
-            return
-        if "create" not in user.rights:
-            raise NotFound(f"no stream {stream!r}, and the token {user.token.name!r} may not create one")
-        if most is not None and (count := await sessions.count(user.token.streams)) >= most:
-            raise TooMany(
-                f"the token {user.token.name!r} has {count} streams, as many as it may; delete one with "
-                "DELETE /v1/streams/NAME first"
-            )
+    def tokens(self, users: Iterable[Principal], held: Tally) -> list[dict[str, Any]]:
+        """Return what tokens may do and what they use; ``held`` is how many bytes their requests hold."""
+        streams = Counter(session.opener for session in self.worker.sessions.by_name.values())
+        waiting, facts = self.worker.scheduler.waiting_of, list[dict[str, Any]]()
+        for each in users:
+            now = {"open": streams[each], "waiting": waiting.get(each, 0), "bytes": held.get(each, 0)}
+            facts.append(dataclasses.asdict(each.token) | each.used | now)
+            del facts[-1]["digest"]
+        return facts
+
+    def token_metrics(self, held: Tally) -> list[Metric]:
+        """Return metrics of tokens by name: of as many tokens as of streams."""
+        facts, metrics = self.tokens(self.access.users, held), []
+        for name, words in (USED | USING).items():
+            numbers = Counter[str]()  # tokens with the same name count as one
+            for each in facts:
+                numbers[each["name"]] += each[name]
+            some = dict(list(numbers.items())[: self.worker.policy.stream_metrics])
+            suffix, kind = ("_total", CounterMetricFamily) if name in USED else ("", GaugeMetricFamily)
+            metrics.append(self.worker.metrics.read(f"tribe_token_{name}{suffix}", words, some, "token", kind))
+        return metrics if facts else []

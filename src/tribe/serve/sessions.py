@@ -21,13 +21,16 @@ from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
-from tribe.serve.errors import Conflict, NotOwner, NotStored, UnknownStream
+from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream
+from tribe.serve.fairness import fits_share
 from tribe.serve.runtime import Mark, Runtime, StreamSession, read_reports
+from tribe.serve.security import Principal
 from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
 from tribe.streams import Fleet
 
 TOGETHER = 64  # most streams that are held at the same time
 
+Opening = asyncio.Task[StreamSession]
 Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with what belongs to it
 
 
@@ -45,10 +48,28 @@ class LookupResult(NamedTuple):
     mark: Mark | None = None  # of the owner's state
 
 
-def look_up(store: StreamStore, stream: str, owner: str, lease: float, mark: Mark | None = None) -> LookupResult:
-    """Claim a stream and read its state; if another worker owns it, read its last state unless ``mark`` is of that."""
+def look_up(
+    store: StreamStore,
+    stream: str,
+    owner: str,
+    lease: float,
+    mark: Mark | None = None,
+    user: Principal | None = None,
+    most: int | None = None,
+) -> LookupResult:
+    """Claim a stream and read its state; if another worker owns it, read its last state unless ``mark`` is of that.
+
+    A stream that is not in the store is created if the user may, and fewer than ``most`` are. A worker calls this in
+    one thread, so it counts and claims at once. Several workers may at the same time create one too many each.
+    """
     entry = store.entry(stream)  # first: reading waits for no other worker
-    if entry is None or not entry.held or entry.owner == owner:
+    if entry is None:
+        if user is not None:
+            user.check_new(stream, store.count)
+        if most is not None and (number := store.count("")) >= most:
+            words = f"the store has {number} streams, as many as policy.stored_streams allows"
+            raise Unavailable(f"{words}; delete some with DELETE /v1/streams/NAME", FULL_AGAIN)
+    if (user is None or user.may_claim) and (entry is None or not entry.held or entry.owner == owner):
         if (claim := store.claim(stream, owner, lease)) is not None:
             return LookupResult(claim, *read_intact(store, stream))
         entry = store.entry(stream)
@@ -97,9 +118,10 @@ class Sessions:
         self._on_closed = on_closed
         self.by_name: dict[str, StreamSession] = {}
         self.writer = None if self.store is None else Writer(runtime, self.store, self.lose)
-        self._opening: dict[str, asyncio.Task[StreamSession]] = {}
+        self._opening: dict[str, dict[Principal | None, Opening]] = {}  # by name and user
+        self.refused_streams = 0
 
-    def ready(self, name: str) -> StreamSession | None:
+    def ready(self, name: str, user: Principal | None = None) -> StreamSession | None:
         """Return a stream that can be answered for at once; None: it must be opened, or looked up again."""
         session = self.by_name.get(name)
         if session is None:
@@ -107,21 +129,55 @@ class Sessions:
         session.used = now = self.runtime.clock()
         if session.role == "owned":
             return session
+        if session.unclaimed and (user is None or user.may_claim):
+            return None
         patience = self.policy.staleness if session.role == "followed" else self.policy.retry
         return session if session.looked_up is not None and now - session.looked_up <= patience else None
 
-    async def open(self, name: str) -> StreamSession:
-        """Claim a stream, or read what its owner stored last. Callers at the same time share one look-up."""
-        task = self._opening.get(name)
-        if task is None:
-            task = self._opening[name] = self.runtime.start(self._open(name))
-            task.add_done_callback(lambda _: self._opening.pop(name, None))
-        return await asyncio.shield(task)
+    async def open(self, name: str, user: Principal | None = None) -> StreamSession:
+        """Claim a stream, or read what its owner stored last, as far as a user may.
 
-    async def _open(self, name: str) -> StreamSession:
+        Requests of one user at the same time share one look-up. Those of others, with other rights, come after it.
+        """
+        tasks = self._opening.get(name, {})
+        if user not in tasks:
+            if name not in self.by_name:
+                self._check_room(name, user)
+            self._opening[name] = tasks
+            tasks[user] = self.runtime.start(self._open_after(list(tasks.values()), name, user))
+            tasks[user].add_done_callback(lambda _: self._opened(name, user))
+        return await asyncio.shield(tasks[user])
+
+    def _opened(self, name: str, user: Principal | None) -> None:
+        del self._opening[name][user]
+        if not self._opening[name]:
+            del self._opening[name]
+
+    async def _open_after(self, before: Sequence[Opening], name: str, user: Principal | None) -> StreamSession:
+        if before:
+            await asyncio.wait(before)
+        return (before and self.ready(name, user)) or await self._open(name, user)
+
+    def _check_room(self, name: str, user: Principal | None) -> None:
+        """Raise if no more streams may be opened here by a user; those that are being opened count."""
+        names = (self.by_name.keys() | self._opening.keys()) - {name}
+        if self.store is None and user is not None:
+            user.check_new(name, lambda prefix: sum(each.startswith(prefix) for each in names))
+        used, most = len(names) + 1, self.policy.open_streams
+        own = 0
+        if 3 * used > 2 * most:  # below that every share fits
+            own = 1 + sum(session.opener is user for session in self.by_name.values())
+            own += sum(user in tasks for each, tasks in self._opening.items() if each not in self.by_name)
+        if not fits_share(own, used, most, alone=user is None or user.alone):
+            self.refused_streams += 1
+            words = f"{used - 1} streams are open, and policy.open_streams is {most}, which all tokens share"
+            raise Unavailable(f"{words}. End some, or wait until idle ones are released", FULL_AGAIN)
+
+    async def _open(self, name: str, user: Principal | None) -> StreamSession:
         session, writer, asked = self.by_name.get(name), self.writer, self.runtime.clock()
         if session is None:
             session = StreamSession(name, "followed", asked, loaded=False, recent=deque(maxlen=self.policy.requests))
+            session.opener = user
         elif session.role == "owned":
             return session
         if writer is None:
@@ -131,10 +187,16 @@ class Sessions:
         else:
             owner, lease = self.runtime.owner, self.policy.lease
             try:
-                look = partial(look_up, writer.store, name, owner, lease, session.mark)
-                await self._load(session, await self.runtime.run("lookups", look), asked)
+                look = partial(
+                    look_up, writer.store, name, owner, lease, session.mark, user, self.policy.stored_streams
+                )
+                found = await self.runtime.run("lookups", look)
+                session.unclaimed = user is not None and not user.may_claim
+                await self._load(session, found, asked)
             except StoreDown as error:
                 writer.note_failure(error)
+                if user is not None and user.is_limited and name not in self.by_name:
+                    raise  # whether it may create the stream is not known
                 if session.looked_up is None:
                     session.role = "unreachable"
             session.looked_up = asked
@@ -166,7 +228,8 @@ class Sessions:
             self.runtime.events.add("opened", words, name, generation=claim.generation)
         elif session.looked_up is None or session.role != "followed":
             session.role = "followed"
-            words = "another worker owns it: predictions come from its last stored state"
+            why = "a token that may not claim it asked" if session.unclaimed else "another worker owns it"
+            words = f"{why}: predictions come from its last stored state"
             self.runtime.events.add("followed", words, name)
 
     async def exists(self, name: str) -> bool:
@@ -175,14 +238,6 @@ class Sessions:
         if name in self.by_name or store is None:
             return name in self.by_name
         return await self.runtime.run("lookups", lambda: store.entry(name)) is not None
-
-    async def count(self, prefix: str) -> int:
-        """Return how many streams, here and in the store, have names that begin so."""
-        here, store = [session for name, session in self.by_name.items() if name.startswith(prefix)], self.store
-        if store is None:
-            return len(here)
-        unstored = sum(session.role == "unreachable" for session in here)
-        return unstored + await self.runtime.run("lookups", lambda: store.count(prefix))
 
     def blocked(self, name: str) -> str | None:
         """Return why a stream must not learn now: owner, lease or lag; None: it may."""

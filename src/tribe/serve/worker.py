@@ -9,22 +9,23 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, Metric
 from torch import Tensor
 
 from tribe.health import Event
 from tribe.methods.pipeline import Pipeline
 from tribe.serve.config import Policy
 from tribe.serve.controls import Controls
-from tribe.serve.errors import BadInput, Unavailable, UnknownStream
+from tribe.serve.errors import BadInput, NotFound, Unavailable, UnknownStream
+from tribe.serve.jobs import Job
 from tribe.serve.protocol import InferResult
 from tribe.serve.runtime import Runtime, StreamSession, read_reports
-from tribe.serve.scheduler import Job
+from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, new_owner
 from tribe.serve.store import StreamStore
 from tribe.streams import Fleet
@@ -135,9 +136,11 @@ class Worker:
         request_id: str | None = None,
         deadline: float | None = None,
         learn: bool = True,
+        user: Principal | None = None,
     ) -> InferResult:
         """Predict images (B, ...) in [0, 1], and let their stream learn from them; see `InferRequest`.
 
+        Users share the model, and open streams as far as they may; None may everything.
         ``deadline`` is a time of the event loop: `Unavailable` is raised if the answer cannot be there by then.
         """
         if not self._accepting:
@@ -145,7 +148,8 @@ class Worker:
         now = self.clock()
         if deadline is None:
             deadline = math.inf if self.policy.deadline is None else now + self.policy.deadline
-        job = Job(stream, images, now, deadline, learn, request_id, asyncio.get_running_loop().create_future())
+        share, reply = 1.0 if user is None else user.token.learning_share, asyncio.get_running_loop().create_future()
+        job = Job(stream, images, now, deadline, learn, request_id, user, share, reply)
         try:
             await self._place(job)
             result: InferResult = await job.reply
@@ -153,7 +157,7 @@ class Worker:
             if self.scheduler.answer(job):
                 self.metrics.requests["canceled"].inc()
             raise
-        except Unavailable:
+        except (Unavailable, NotFound):
             self.metrics.requests["refused"].inc()
             raise
         except Exception:
@@ -164,12 +168,12 @@ class Worker:
     async def _place(self, job: Job) -> None:
         """Open the stream of a request if need be, and give the request to the scheduler."""
         if job.stream is not None:
-            session = self.sessions.ready(job.stream)
+            session = self.sessions.ready(job.stream, job.user)
             if session is None:
                 left = None if job.deadline == math.inf else job.deadline - self.clock()
                 try:
                     async with asyncio.timeout(left):
-                        session = await self.sessions.open(check_stream_name(job.stream))
+                        session = await self.sessions.open(check_stream_name(job.stream), job.user)
                 except TimeoutError:
                     raise Unavailable("the stream could not be opened in time", 1.0) from None
                 if job.reply.done():
@@ -182,7 +186,8 @@ class Worker:
             job.learn = job.learn and not repeated and self.sessions.blocked(session.name) is None
         if self._stopped:
             raise Unavailable("the server stops", 1.0)
-        self.scheduler.offer(job, self.clock())
+        for displaced, error in self.scheduler.offer(job, self.clock()).items():
+            _refuse(displaced, error)
         self.pump()
 
     def pump(self) -> None:
@@ -226,6 +231,8 @@ class Worker:
                 # A frozen stream, or one whose images were all bad, has the clock from before.
                 outcome = outcome._replace(adapted=session.clock != before and not lost, clock=session.clock)
             kind = "adapted" if isinstance(outcome, InferResult) and outcome.adapted else "unchanged"
+            if kind == "adapted" and job.user is not None:
+                job.user.used["learned"] += job.size
             self._answer(job, outcome, kind, now)
         while self._alarms:  # the log ``tribe.health`` has them already
             event = self._alarms.popleft()
@@ -340,8 +347,11 @@ class Worker:
             return []
         return [entry.stream for entry in await self.runtime.run("lookups", lambda: store.list(prefix, after=after))]
 
-    def metrics_text(self, streams: bool = False) -> str:
-        """Return the metrics as Prometheus reads them; ``streams``: with gauges of single streams, up to a limit."""
+    def metrics_text(self, streams: bool = False, more: Iterable[Metric] = ()) -> str:
+        """Return the metrics as Prometheus reads them, and ``more``.
+
+        ``streams``: with gauges of single streams, up to a limit.
+        """
         now, gauge, sessions = self.clock(), self.metrics.read, self.sessions.by_name.values()
         scheduler, backlog = self.scheduler, len(self.scheduler.backlog)
         lag = max((session.lag(now) for session in sessions), default=0.0)
@@ -351,6 +361,13 @@ class Worker:
         current = [
             gauge("nv_inference_pending_request_count", "Requests without an answer.", scheduler.waiting),
             gauge("tribe_streams", "Streams by state.", states, "state"),
+            gauge("tribe_streams_limit", "Most streams that may be open.", self.policy.open_streams),
+            gauge(
+                "tribe_streams_refused_total",
+                "Streams that were not opened: too many.",
+                self.sessions.refused_streams,
+                kind=CounterMetricFamily,
+            ),
             gauge("tribe_learning_backlog", "Requests that were answered and not learned yet.", backlog),
             gauge("tribe_learning_backlog_bytes", "Bytes of their images.", scheduler.backlog_bytes),
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
@@ -360,7 +377,7 @@ class Worker:
         if streams:
             some = list(sessions)[: self.policy.stream_metrics]
             current += self.metrics.stream_gauges({session.name: self._describe(session) for session in some})
-        return self.metrics.text(current)
+        return self.metrics.text([*current, *more])
 
 
 # -- batches, in a thread ----------------------------------------------------------------------------------------------
