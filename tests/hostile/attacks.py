@@ -24,6 +24,7 @@ from tenants import Target, secret
 
 from tribe.io import states, tensors
 
+LEAKS = b"Traceback", b"root:", b"root\\x", b"site-packages", b"victim-"  # what no client should read
 HELD = 150  # most connections that one attack holds
 SECONDS = 10  # that an attacker waits for an answer
 IMAGE = {"name": "images", "shape": [1, 1, 28, 28], "datatype": "UINT8", "parameters": {"binary_data_size": 784}}
@@ -54,7 +55,7 @@ class Stop:
         """Count the status of an answer, and keep it if it says what no client should know."""
         if answer.startswith(b"HTTP/1.1 "):
             self.statuses[int(answer[9:12])] += 1
-        if any(word in answer for word in (b"Traceback", b"root:", b"/proc/", b"site-packages", b"victim-")):
+        if answer.startswith(b"HTTP/1.1 500") or any(word in answer for word in LEAKS):
             self.leaks.append(answer[:2000])
 
     def close(self):
@@ -157,11 +158,11 @@ def infer(stream, token, images=None, line="POST /v2/models/compact/infer", **pa
 @attack()
 def chunked_trailers(target, stop):
     with connected(target) as connection:
-        connection.sendall(head("POST /v1/predict", None, "Transfer-Encoding: chunked", "Connection: close") + b"1\r\nx\r\n0\r\n")
-        for i in range(32):
-            connection.sendall(b"".join(b"t%d-%d:\r\n" % (i, n) for n in range(10_000)))
+        connection.sendall(head("POST /v1/predict", None, "Transfer-Encoding: chunked") + b"1\r\nx\r\n0\r\n")
+        for _ in range(32):
+            connection.sendall(b"t:\r\n" * 2**16)
         connection.sendall(b"\r\n")
-        stop.saw(read_all(connection))
+        stop.saw(connection.recv(2**16))
 
 
 @attack()
@@ -382,10 +383,10 @@ def crafted_states(target, stop):
 @attack("admin")
 def foreign_paths(target, stop):
     saved = saved_state(target, stop)
-    for path in ("/etc/passwd", "/proc/self/environ", "/dev/zero"):
-        for field in ("calibration", "rule", "knowledge", "augment"):
-            put_and_use(target, stop, saved._replace(fields=saved.fields | {field: path}))
-        put_and_use(target, stop, saved._replace(method=f"{path}:Class"))
+    path = ("/etc/passwd", "/proc/self/environ", "/dev/zero")[stop.round % 3]
+    for field in ("calibration", "rule", "knowledge", "augment"):
+        put_and_use(target, stop, saved._replace(fields=saved.fields | {field: path}))
+    put_and_use(target, stop, saved._replace(method=f"{path}:Class"))
 
 
 # -- gRPC --------------------------------------------------------------------------------------------------------------

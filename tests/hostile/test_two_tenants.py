@@ -70,7 +70,7 @@ def test_an_attack_harms_nobody_else(oracle, name):
         for camera in cameras:
             camera.join()
     assert errors == []
-    assert stop.statuses[500] == 0
+    assert stop.statuses[500] == 0, stop.leaks
     assert stop.leaks == []
     oracle.check()
     check_server(hosted, logged, LOG_BYTES)
