@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from tenants import Target, secret
 
 from tribe.io import states, tensors
 
@@ -28,6 +27,23 @@ LEAKS = b"Traceback", b"root:", b"root\\x", b"site-packages", b"victim-"  # what
 HELD = 150  # most connections that one attack holds
 SECONDS = 10  # that an attacker waits for an answer
 IMAGE = {"name": "images", "shape": [1, 1, 28, 28], "datatype": "UINT8", "parameters": {"binary_data_size": 784}}
+
+
+def secret(name):
+    """The secret of a token."""
+    return f"secret-of-{name}".ljust(20, ".")
+
+
+class Target(NamedTuple):
+    """Where a server listens, as far as an attacker knows."""
+
+    port: int
+    grpc_port: int | None
+    model: str = "compact"
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.port}"
 
 
 class Stop:

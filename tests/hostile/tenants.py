@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from attacks import Target, secret
 from small_server import has_grpc
 
 import tribe
@@ -40,22 +41,6 @@ SETTINGS = {
     "limits.idle_seconds": 5,
 }
 CAMERAS = 4
-
-
-def secret(name):
-    return f"secret of {name}".ljust(20, ".").replace(" ", "-")
-
-
-class Target(NamedTuple):
-    """Where a server listens, as far as an attacker knows."""
-
-    port: int
-    grpc_port: int | None
-    model: str = "compact"
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.port}"
 
 
 class Hosted:

@@ -117,6 +117,7 @@ def test_all_attacks_at_once_harm_nobody_else(place):
             given = json.dumps({**hosted.target._asdict(), **options})
             program = str(Path(attacks.__file__))
             result = Process(program, given, seconds=int(SECONDS) + 300).end()
+            assert result.code == 0, result.err
             attacked = p99(oracle, since)
         finally:
             ended.set()
