@@ -9,8 +9,8 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from PIL import Image
 from attacks import secret
+from PIL import Image
 
 from tribe.data.datasets.files import mnist_test
 
