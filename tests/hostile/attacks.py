@@ -25,6 +25,7 @@ from tribe.io import states, tensors
 
 LEAKS = b"Traceback", b"root:", b"root\\x", b"site-packages", b"victim-"  # what no client should read
 HELD = 150  # most connections that one attack holds
+INFER, SIZE = "/v2/models/compact/infer", "Inference-Header-Content-Length"
 SECONDS = 10  # that an attacker waits for an answer
 IMAGE = {"name": "images", "shape": [1, 1, 28, 28], "datatype": "UINT8", "parameters": {"binary_data_size": 784}}
 
@@ -115,18 +116,18 @@ def attack_repeatedly(name, target, stop):
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-def connected(target, receive=None):
+def connected(port, receive=None):
     connection = socket.socket()
     connection.settimeout(SECONDS)
     if receive is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive)
-    connection.connect(("127.0.0.1", target.port))
+    connection.connect(("127.0.0.1", port))
     return connection
 
 
 def head(line, token=None, *headers):
     given = [] if token is None else [f"Authorization: Bearer {secret(token)}"]
-    return "\r\n".join((f"{line} HTTP/1.1", "Host: 127.0.0.1", *given, *headers, "", "")).encode()
+    return "\r\n".join((f"{line} HTTP/1.1", "Host: 127.0.0.1", *given, *headers, "", "")).encode("latin-1")
 
 
 def request(line, token=None, body=b"", *headers):
@@ -141,7 +142,7 @@ def read_all(connection, most=2**20):
 
 
 def exchange(target, stop, content):
-    with connected(target) as connection:
+    with connected(target.port) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have answered already
             connection.sendall(content)
         answer = read_all(connection)
@@ -152,7 +153,7 @@ def exchange(target, stop, content):
 def at_once(target, stop, contents):
     """Send requests over a connection each, and read the answers when all are sent."""
     with contextlib.ExitStack() as stack:
-        connections = [stack.enter_context(connected(target)) for _ in contents]
+        connections = [stack.enter_context(connected(target.port)) for _ in contents]
         for connection, content in zip(connections, contents, strict=True):
             connection.sendall(content)
         for connection in connections:
@@ -160,20 +161,50 @@ def at_once(target, stop, contents):
                 stop.saw(read_all(connection))
 
 
-def infer(stream, token, images=None, line="POST /v2/models/compact/infer", **parameters):
+def infer(stream, token, images=None, **parameters):
     """A request with some images as bytes, by default a black one."""
     images = np.zeros((1, 1, 28, 28), np.uint8) if images is None else images
     tensor = IMAGE | {"shape": images.shape, "parameters": {"binary_data_size": images.nbytes}}
     text = json.dumps({"inputs": [tensor], "parameters": {"sequence_id": stream, **parameters}}).encode()
-    return request(line, token, text + images.tobytes(), f"Inference-Header-Content-Length: {len(text)}")
+    return request(f"POST {INFER}", token, text + images.tobytes(), f"{SIZE}: {len(text)}")
 
 
-# -- HTTP without a token ----------------------------------------------------------------------------------------------
+# -- connections that are held -----------------------------------------------------------------------------------------
+
+
+def holding(name, token=None, content=b"", receive=None, needs_grpc=False):
+    """Register an attack that opens connections, sends the same over each, and waits; now and then a byte follows."""
+
+    def hold(target, stop):
+        for _ in range(5):
+            connection = connected(target.grpc_port if needs_grpc else target.port, receive)
+            connection.setblocking(False)
+            stop.hold(connection)
+            with contextlib.suppress(BlockingIOError):
+                connection.send(content)
+        for each in stop.held[::7] if content else ():
+            with contextlib.suppress(OSError):
+                each.send(b"a")
+
+    TABLE[name] = Attack(name, token, hold, needs_grpc)
+
+
+LONG_BODY = "Content-Length: 4000000"
+holding("idle_connections")
+holding("slow_headers", None, b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
+holding("unread_bodies", None, head("POST /v1/predict", None, LONG_BODY) + b"x" * 1000)
+holding("slow_bodies", "predict", head("POST /v1/predict", "predict", LONG_BODY) + b"x" * 1000)
+holding("never_reading", None, head("GET /page.js") * 40, receive=2048)
+holding("unread_events", "predict", head("GET /v1/events", "predict"), receive=2048)
+holding("grpc_connections", needs_grpc=True)
+
+
+# -- bytes of HTTP -----------------------------------------------------------------------------------------------------
 
 
 @attack()
 def chunked_trailers(target, stop):
-    with connected(target) as connection:
+    with connected(target.port) as connection:
         connection.sendall(head("POST /v1/predict", None, "Transfer-Encoding: chunked") + b"1\r\nx\r\n0\r\n")
         for _ in range(32):
             connection.sendall(b"t:\r\n" * 2**16)
@@ -183,64 +214,17 @@ def chunked_trailers(target, stop):
 
 @attack()
 def pipelining(target, stop):
-    with connected(target) as connection:
+    with connected(target.port) as connection:
         connection.setblocking(False)
         content, sent = head("GET /v2") * 4000, 0
-        while sent < len(content):
-            if not select.select([], [connection], [], 1)[1]:
-                return  # it reads no more until the client reads: what it should do
+        while sent < len(content) and select.select([], [connection], [], 1)[1]:  # else it waits for the client to read
             sent += connection.send(content[sent:])
-
-
-@attack()
-def never_reading(target, stop):
-    for _ in range(5):
-        connection = connected(target, receive=2048)
-        connection.setblocking(False)
-        stop.hold(connection)
-        with contextlib.suppress(BlockingIOError):
-            connection.send(head("GET /page.js") * 40)
-
-
-@attack()
-def unread_bodies(target, stop):
-    for _ in range(5):
-        connection = connected(target)
-        connection.sendall(head("POST /v1/predict", None, "Content-Length: 4000000") + b"x" * 1000)
-        stop.hold(connection)
-
-
-@attack()
-def slow_headers(target, stop):
-    for _ in range(5):
-        connection = connected(target)
-        connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: 127.0.0.1\r\nX-")
-        stop.hold(connection)
-    for each in stop.held[::7]:
-        with contextlib.suppress(OSError):
-            each.send(b"a")
-
-
-@attack()
-def idle_connections(target, stop):
-    for i in range(5):
-        connection = connected(target)
-        if i % 2:
-            connection.sendall(head("GET /v2/health/live"))
-        stop.hold(connection)
 
 
 @attack()
 def malformed_http(target, stop):
     draw = random.Random(stop.round)
-    starts = (
-        b"",
-        b"GET ",
-        b"GET / HTTP/9.9\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01",
-        b"\x00",
-    )
+    starts = b"", b"GET ", b"GET / HTTP/9.9\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b"\0"
     for start in starts * 10:
         exchange(target, stop, start + draw.randbytes(draw.randrange(100)) + b"\r\n\r\n")
 
@@ -248,64 +232,40 @@ def malformed_http(target, stop):
 @attack()
 def wrong_tokens(target, stop):
     for text in ("x", "x" * 10_000, "Bearer", "\xe9\xff", "a" * 20, secret("victim")[:-1], "null", "{}") * 4:
-        headers = f"Authorization: Bearer {text}".encode("latin-1")
-        content = head("GET /v1/streams", None, "Connection: close")
-        exchange(target, stop, content[:-2] + headers + b"\r\n\r\n")
+        content = head("GET /v1/streams", None, "Connection: close", f"Authorization: Bearer {text}")
+        exchange(target, stop, content)
 
 
-@attack()
+@attack("predict")
 def oversized_names(target, stop):
     name = "n" * 20_000
-    exchange(target, stop, request(f"GET /v1/streams/{name}"))
-    exchange(target, stop, request(f"POST /v1/streams/{name}/predict", "predict", b"x"))
-    exchange(target, stop, request("POST /v1/predict", "predict", b"x", f"X-Tribe-Stream: {name}"))
-    exchange(target, stop, infer(name, "predict"))
-    exchange(target, stop, request("GET /v2", None, b"", *(f"X-{i}: {name}" for i in range(40))))
-    exchange(target, stop, request("GET /v2", None, b"", *(f"X-{i}: {i}" for i in range(5000))))
-    exchange(target, stop, request(f"GET /v1/streams?after={name}", "predict"))
+    for given in (
+        request(f"GET /v1/streams/{name}"),
+        request(f"POST /v1/streams/{name}/predict", "predict", b"x"),
+        request("POST /v1/predict", "predict", b"x", f"X-Tribe-Stream: {name}"),
+        infer(name, "predict"),
+        request("GET /v2", None, b"", *(f"X-{i}: {name}" for i in range(40))),
+        request("GET /v2", None, b"", *(f"X-{i}: {i}" for i in range(5000))),
+        request(f"GET /v1/streams?after={name}", "predict"),
+    ):
+        exchange(target, stop, given)
 
 
-# -- HTTP with a token -------------------------------------------------------------------------------------------------
-
-
-@attack("predict")
-def slow_bodies(target, stop):
-    for _ in range(5):
-        connection = connected(target)
-        connection.sendall(head("POST /v1/predict", "predict", "Content-Length: 4000000") + b"x" * 1000)
-        stop.hold(connection)
-    for each in stop.held[::7]:
-        with contextlib.suppress(OSError):
-            each.send(b"a")
-
-
-@attack("predict")
-def unread_events(target, stop):
-    for _ in range(3):
-        connection = connected(target, receive=2048)
-        connection.sendall(head("GET /v1/events", "predict"))
-        stop.hold(connection)
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 @attack("predict")
 def repeated_outputs(target, stop):
-    image = IMAGE | {"parameters": None, "data": [0] * 784}
-    outputs = [{"name": "logits"}] * 20_000
-    exchange(
-        target,
-        stop,
-        request(
-            "POST /v2/models/compact/infer", "predict", json.dumps({"inputs": [image], "outputs": outputs}).encode()
-        ),
-    )
+    given = {"inputs": [IMAGE | {"parameters": None, "data": [0] * 784}], "outputs": [{"name": "logits"}] * 20_000}
+    exchange(target, stop, request(f"POST {INFER}", "predict", json.dumps(given).encode()))
 
 
-@attack("predict")
+@attack("admin")
 def gzip_bombs(target, stop):
-    bomb = gzip.compress(bytes(32 * 2**20), 9)
-    for path in ("/v1/predict", "/v2/models/compact/infer", "/v1/streams/bad-bomb/predict"):
-        at_once(target, stop, [request(f"POST {path}", "predict", bomb, "Content-Encoding: gzip")] * 4)
-    exchange(target, stop, request("PUT /v1/streams/bad-a-bomb/state", "admin", bomb, "Content-Encoding: gzip"))
+    bomb, packed = gzip.compress(bytes(32 * 2**20), 9), "Content-Encoding: gzip"
+    for path in ("/v1/predict", INFER, "/v1/streams/bad-bomb/predict"):
+        at_once(target, stop, [request(f"POST {path}", "predict", bomb, packed)] * 4)
+    exchange(target, stop, request("PUT /v1/streams/bad-a-bomb/state", "admin", bomb, packed))
 
 
 @attack("predict")
@@ -316,36 +276,33 @@ def unknown_streams(target, stop):
     exchange(target, stop, request("GET /v1/streams?stored=true", "predict"))
 
 
-@attack("predict")
+@attack("admin")
 def deep_json(target, stop):
     for text in (b"[" * 100_000, b'{"a":' * 100_000, b'{"inputs":' + b"[" * 50_000 + b"]" * 50_000 + b"}"):
-        exchange(target, stop, request("POST /v2/models/compact/infer", "predict", text))
+        exchange(target, stop, request(f"POST {INFER}", "predict", text))
         exchange(target, stop, request("POST /v1/streams/bad-a-json/rollback", "admin", text[:60_000]))
 
 
 @attack("learn")
 def forty_connections(target, stop):
-    images = np.random.default_rng(stop.round).integers(0, 256, (4, 1, 28, 28), np.uint8)
+    images = np.random.default_rng(stop.round).integers(0, 256, (1, 1, 28, 28), np.uint8)
     at_once(target, stop, [infer(f"bad-l-{i % 5}", "learn", images) for i in range(40)])
 
 
 @attack("learn")
 def big_tensors(target, stop):
     draw = np.random.default_rng(stop.round)
-    exchange(target, stop, infer("bad-l-0", "learn", draw.integers(0, 256, (32, 1, 28, 28), np.uint8)))
-    exchange(target, stop, infer("bad-l-0", "learn", draw.integers(0, 256, (1024, 1, 28, 28), np.uint8)))
-    exchange(target, stop, infer("bad-l-0", "learn", np.zeros((1, 1, 2000, 2000), np.uint8)))
+    for shape in ((32, 1, 28, 28), (1024, 1, 28, 28), (1, 1, 2000, 2000)):
+        exchange(target, stop, infer("bad-l-0", "learn", draw.integers(0, 256, shape, np.uint8)))
     for shape in ([2**31 - 1, 1, 28, 28], [1, 1, 2**30, 2**30], [-1, 1, 28, 28], [0], [1] * 60, [2**62] * 4):
         text = json.dumps({"inputs": [IMAGE | {"shape": shape}]}).encode()
-        size = f"Inference-Header-Content-Length: {len(text)}"
-        exchange(target, stop, request("POST /v2/models/compact/infer", "learn", text + bytes(784), size))
+        exchange(target, stop, request(f"POST {INFER}", "learn", text + bytes(784), f"{SIZE}: {len(text)}"))
 
 
 @attack("learn")
 def late_learning(target, stop):
     """Requests that cannot wait are learned later: the queue of those is bounded."""
-    draw = np.random.default_rng(stop.round)
-    images = draw.integers(0, 256, (16, 1, 28, 28), np.uint8)
+    images = np.random.default_rng(stop.round).integers(0, 256, (16, 1, 28, 28), np.uint8)
     at_once(target, stop, [infer("bad-l-0", "learn", images, timeout=20_000) for _ in range(20)])
 
 
@@ -385,14 +342,10 @@ def put_and_use(target, stop, saved):
 @attack("admin")
 def crafted_states(target, stop):
     saved = saved_state(target, stop)
-    names = [
-        "guard.watch.estimate.rings.predicted",
-        *(name for name, t in sorted(saved.tensors.items()) if not t.is_floating_point()),
-    ]
-    name = names[stop.round % len(names)]
-    values = (-1, 2**62, 10**6) if name != names[0] else (-1, 1e30, 11)
-    for value in values:
-        changed = saved.tensors[name].clone().fill_(min(value, 1) if saved.tensors[name].dtype == bool else value)
+    names = sorted(name for name, tensor in saved.tensors.items() if not tensor.is_floating_point())
+    name = ["guard.watch.estimate.rings.predicted", *names][stop.round % (1 + len(names))]
+    for value in (-1, 2**62, 11):
+        changed = saved.tensors[name].clone().fill_(value)
         put_and_use(target, stop, saved._replace(tensors=saved.tensors | {name: changed}))
 
 
@@ -410,20 +363,11 @@ def foreign_paths(target, stop):
 SERVICE = "/inference.GRPCInferenceService"
 
 
-@contextlib.contextmanager
-def grpc_channel(target):
-    import grpc
-
-    options = [("grpc.use_local_subchannel_pool", 1)]
-    with grpc.insecure_channel(f"127.0.0.1:{target.grpc_port}", options) as channel, contextlib.suppress(grpc.RpcError):
-        yield channel
-
-
 class GrpcConnection:
     """A connection with open calls, which `Stop` can hold."""
 
     def __init__(self, target):
-        self.socket = socket.create_connection(("127.0.0.1", target.grpc_port), timeout=SECONDS)
+        self.socket = connected(target.grpc_port)
         self.send(4, 0, 0, b"", start=b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
     def send(self, kind, flags, stream, content, start=b""):
@@ -464,18 +408,11 @@ def grpc_unfinished_messages(target, stop):
 
 
 @attack(needs_grpc=True)
-def grpc_connections(target, stop):
-    for _ in range(5):
-        connection = socket.create_connection(("127.0.0.1", target.grpc_port), timeout=SECONDS)
-        stop.hold(connection)
-
-
-@attack(needs_grpc=True)
 def malformed_protobuf(target, stop):
     import grpc
 
     draw = random.Random(stop.round)
-    with grpc_channel(target) as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{target.grpc_port}") as channel:
         for method in ("ModelInfer", "ServerLive", "ModelMetadata", "NoSuchMethod"):
             for _ in range(8):
                 with contextlib.suppress(grpc.RpcError):
@@ -502,9 +439,7 @@ def main(port, grpc_port, model, names, seconds, pause):
         stop.event.set()
     for thread in threads:
         thread.join(2 * SECONDS)
-    facts = {
-        n: {"rounds": s.round, "statuses": s.statuses, "leaks": list(map(repr, s.leaks))} for n, s in stops.items()
-    }
+    facts = {n: {"rounds": s.round, "statuses": s.statuses, "leaks": repr(s.leaks)} for n, s in stops.items()}
     print(json.dumps(facts), flush=True)
 
 

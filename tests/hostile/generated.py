@@ -9,10 +9,11 @@ import zlib
 from dataclasses import dataclass, field
 
 import numpy as np
-from attacks import secret
+from attacks import encoded, secret
 from PIL import Image
 
 from tribe.data.datasets.files import mnist_test
+from tribe.io import states
 
 STREAMS = [f"bad-a-g{i}" for i in range(5)]  # of the token "admin"
 CRAFTED = "bad-a-crafted"  # takes state files that say anything
@@ -28,20 +29,15 @@ HEADERS = (
 METHODS = "GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH", "TRACE", "CONNECT", "get", "X"  # last: unusual
 TYPES = {"npy": "application/x-npy", "png": "image/png", "jpeg": "image/jpeg", "safetensors": ""}
 BYTES = (
-    b"\x00",
-    b"\xff" * 8,
-    b"\r\n",
-    b"\r\n\r\n",
-    b"{",
-    b"[" * 60,
-    b'"',
-    b"-1",
-    b"9" * 20,
-    b"NaN",
-    b"%00",
-    b"\\u0000",
+    *(b"\x00", b"\xff" * 8, b"\r\n", b"\r\n\r\n", b"{", b"[" * 60, b'"', b"-1", b"9" * 20, b"NaN", b"%00", b"\\u0000"),
     b"0\r\n\r\n",
 )
+PATHS = (
+    *("/", "/page.css", "/page.js", "/metrics", "/v1/streams", "/v1/streams?stored=true", "/v2", "/v2/health/live"),
+    *("/v2/health/ready", "/v2/models/compact", "/v2/models/compact/ready", "/v2/models/compact/config"),
+    *("/v1/streams/STREAM", "/v1/streams/STREAM/state", "/v1/streams/STREAM/thumbnail"),
+)
+IN_PATHS = "%00", "%2e%2e/", "//", "?learn=1&learn=0", "?timeout=-1", "?x", "#", "%ff", "é", ";", "a" * 9000
 
 
 @dataclass
@@ -96,9 +92,8 @@ class Generator:
                 request.body = {"gzip": gzip.compress, "deflate": zlib.compress}[pack](request.body, 1)
             if self.draw.random() < 0.1 and request.head_is_right:
                 request.headers.append(("Transfer-Encoding", "chunked"))
-                request.body = (
-                    b"%x\r\n%s\r\n0\r\n\r\n" % (len(request.body), request.body) if request.body else b"0\r\n\r\n"
-                )
+                chunk = b"%x\r\n%s\r\n" % (len(request.body), request.body) if request.body else b""
+                request.body = chunk + b"0\r\n\r\n"
             else:
                 request.headers.append(("Content-Length", str(len(request.body))))
         request.content = request.encode()
@@ -133,22 +128,16 @@ class Generator:
             tensor["parameters"] = {"binary_data_size": images.nbytes}
         else:
             tensor["data"] = (images if self.draw.random() < 0.5 else images.ravel()).tolist()
-        given = {
-            "inputs": [tensor],
-            "parameters": parameters,
-            **self.some({"id": self.name(), "outputs": [{"name": "logits"}]}),
-        }
-        if self.draw.random() < 0.15:
+        given = self.some({"id": self.name(), "outputs": [{"name": "logits"}]})
+        given |= {"inputs": [tensor], "parameters": parameters}
+        if wrong := self.draw.random() < 0.15:
             self.mistake(given)
-            right = None
-        else:
-            right = images
         text = json.dumps(given).encode()
         if as_bytes:
             headers.append(("Inference-Header-Content-Length", len(text)))
         path = "/v2/models/compact" + self.draw.choice(("", "", "/versions/1"))
         body = text + (images.tobytes() if as_bytes else b"")
-        return Request("POST", f"{path}/infer", headers, body, stream, right)
+        return Request("POST", f"{path}/infer", headers, body, stream, None if wrong else images)
 
     def predict(self):
         images, kind, stream, file = self.images(), self.draw.choice(tuple(TYPES)), self.stream(), io.BytesIO()
@@ -164,9 +153,7 @@ class Generator:
         headers = self.draw.choice(([], [("Content-Type", TYPES[kind] or "application/octet-stream")]))
         headers = headers + self.draw.choice(([], [("X-Request-Id", self.name())]))
         path = "/v1/predict" if stream is None else f"/v1/streams/{stream}/predict"
-        query = "&".join(
-            f"{a}={b}" for a, b in self.some({"learn": "false", "timeout": 10**8, "fit": "resize"}).items()
-        )
+        query = "&".join(self.some({"learn=false": 0, f"timeout={10**8}": 0, "fit=resize": 0}))
         return Request("POST", f"{path}?{query}" if query else path, headers, file.getvalue(), stream, images)
 
     def control(self):
@@ -176,25 +163,24 @@ class Generator:
         body = self.draw.choice((b"", b"{}", b'{"to": %d}' % self.draw.randrange(9), b"[]", b'{"x": 1}'))
         choices = [Request("POST", f"{path}/{action}", body=body, stream=stream)] * 5
         choices += [Request("PUT", path, stream=stream), Request("DELETE", path, stream=stream)]
-        content = self.draw.choice(self.states)
+        content = self.crafted() if stream == CRAFTED else self.draw.choice(self.states)
         choices.append(Request("PUT", f"{path}/state", body=content, stream=stream))
         return self.draw.choice(choices)
 
+    def crafted(self):
+        """A state file with a valid digest, of which one tensor holds an odd value."""
+        try:
+            saved = states.decode(self.draw.choice(self.states))
+        except states.StateFileError:
+            return self.states[-1]
+        name = self.draw.choice(sorted(saved.tensors))
+        odd = self.draw.choice((-1, 0, 1, 11, 10**6, 2**62))
+        given = saved.tensors[name]
+        return encoded(saved._replace(tensors=saved.tensors | {name: given.clone().fill_(odd)}))
+
     def other(self):
-        stream = self.draw.choice((*STREAMS, "bad-a-none", "victim-0"))
-        paths = [
-            "/",
-            "/page.css",
-            "/page.js",
-            "/metrics",
-            "/v1/streams",
-            "/v1/streams?stored=true",
-            "/v2",
-            "/v2/health/live",
-        ]
-        paths += ["/v2/health/ready", "/v2/models/compact", "/v2/models/compact/ready", "/v2/models/compact/config"]
-        paths += [f"/v1/streams/{stream}", f"/v1/streams/{stream}/state", f"/v1/streams/{stream}/thumbnail"]
-        return Request(self.draw.choice(("GET", "GET", "GET", "GET", *METHODS[:6])), self.draw.choice(paths))
+        path = self.draw.choice(PATHS).replace("STREAM", self.draw.choice((*STREAMS, "bad-a-none", "victim-0")))
+        return Request(self.draw.choice(("GET", "GET", "GET", "GET", *METHODS[:6])), path)
 
     def some(self, values):
         return {name: value for name, value in values.items() if self.draw.random() < 0.3}
@@ -217,10 +203,7 @@ class Generator:
         if kind == 0:
             request.method = self.draw.choice(METHODS)
         elif kind == 1:
-            odd = self.draw.choice(
-                ("%00", "%2e%2e/", "//", "?learn=1&learn=0", "?timeout=-1", "?x", "#", "%ff", "é", ";", "a" * 9000)
-            )
-            place = self.draw.randrange(1, len(request.path) + 1)
+            odd, place = self.draw.choice(IN_PATHS), self.draw.randrange(1, len(request.path) + 1)
             request.path = request.path[:place] + odd + request.path[place:]
         elif kind == 2:
             request.headers = [each for each in request.headers if self.draw.random() < 0.6]

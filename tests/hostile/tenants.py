@@ -115,10 +115,8 @@ class Camera:
             self.call = self.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
 
     def images(self, count):
-        digits = mnist_test()[0]
-        return np.ascontiguousarray(
-            digits[[(1009 * self.number + 7 * count + i) % 10_000 for i in range(1 + count % 2)]]
-        )[:, None]
+        chosen = [(1009 * self.number + 7 * count + i) % 10_000 for i in range(1 + count % 2)]
+        return np.ascontiguousarray(mnist_test()[0][chosen])[:, None]
 
     def send(self):
         """Send the next images and keep the answer; an error is the caller's."""
