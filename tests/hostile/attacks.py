@@ -306,10 +306,10 @@ def late_learning(target, stop):
     at_once(target, stop, [infer("bad-l-0", "learn", images, timeout=20_000) for _ in range(20)])
 
 
-@attack("learn")
+@attack("race")
 def creation_races(target, stop):
-    at_once(target, stop, [request(f"PUT /v1/streams/bad-l-{i}", "learn") for i in range(24)])
-    at_once(target, stop, [infer(f"bad-l-{i}", "learn") for i in range(24)])
+    at_once(target, stop, [request(f"PUT /v1/streams/bad-r-{i}", "race") for i in range(24)])
+    at_once(target, stop, [infer(f"bad-r-{i}", "race") for i in range(24)])
 
 
 # -- state files -------------------------------------------------------------------------------------------------------

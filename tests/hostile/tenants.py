@@ -26,6 +26,7 @@ TOKENS = {
     "operator": {"streams": "", "role": "admin"},
     "predict": {"streams": "bad-", "role": "predict"},
     "learn": {"streams": "bad-l-", "role": "learn", "most_streams": 5},
+    "race": {"streams": "bad-r-", "role": "learn", "most_streams": 5},
     "admin": {"streams": "bad-a-", "role": "admin", "most_streams": 8},
 }
 # A step cannot be interrupted. So who shares a server bounds it, here to 32 digits, and with it what others wait.

@@ -50,8 +50,11 @@ def playing(oracle, ended, errors, pause=0.0):
 
 
 def check_server(hosted, logged, log_bytes):
-    """The server is ready, has logged little, and nothing unexpected."""
+    """The server is ready, has logged little and nothing unexpected, and no token has more streams than it may."""
     assert hosted.ready()
+    names = [each["name"] for each in hosted.operator.streams()]
+    for prefix in ("bad-l-", "bad-r-"):
+        assert sum(each.startswith(prefix) for each in names) <= 5
     text = hosted.log.read_bytes()[logged:]
     assert len(text) <= log_bytes
     assert b"Traceback" not in text, text[-3000:].decode(errors="replace")
@@ -74,8 +77,6 @@ def test_an_attack_harms_nobody_else(oracle, name):
     oracle.check()
     check_server(hosted, logged, LOG_BYTES)
     assert hosted.peak() - memory <= MEGABYTES
-    names = [each["name"] for each in hosted.operator.streams()]
-    assert sum(each.startswith("bad-l-") for each in names) <= 5
 
 
 @pytest.fixture(params=KINDS)
