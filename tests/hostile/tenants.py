@@ -152,20 +152,23 @@ class Oracle:
     """The victim's cameras, and what the library alone computes from the images that they sent."""
 
     def __init__(self, hosted):
-        self.hosted, self.fleet, self.replayed = hosted, new_fleet(), 0
+        self.hosted, self.fleet = hosted, new_fleet()
         self.cameras = [Camera(hosted.target, number) for number in range(CAMERAS)]
         self.checked = dict.fromkeys(self.cameras, 0)
 
     def check(self):
         """Every answer and every state equals the replay, bit for bit."""
         for camera in self.cameras:
-            for i in range(self.checked[camera], camera.count):
-                (logits, facts), x = camera.answers[i].prediction, torch.from_numpy(camera.images(i)) / 255
-                assert (facts["tribe_adapted"], facts["tribe_clock"]) == (True, i + 1), (camera.name, i, facts)
-                expected = self.fleet({camera.name: x})[camera.name].numpy()
-                assert np.array_equal(logits, expected), (camera.name, i)
-            self.checked[camera] = camera.count
+            self.replay(camera)
             self.check_state(camera, self.hosted.operator.get_state(camera.name))
+
+    def replay(self, camera):
+        for i in range(self.checked[camera], camera.count):
+            (logits, facts), x = camera.answers[i].prediction, torch.from_numpy(camera.images(i)) / 255
+            assert (facts["tribe_adapted"], facts["tribe_clock"]) == (True, i + 1), (camera.name, i, facts)
+            expected = self.fleet({camera.name: x})[camera.name].numpy()
+            self.checked[camera] = i + 1
+            assert np.array_equal(logits, expected), (camera.name, i)
 
     def check_state(self, camera, content):
         self.fleet.from_bytes("served", content)
@@ -177,6 +180,7 @@ class Oracle:
         with contextlib.closing(open_store(self.hosted.store)) as store:
             for camera in self.cameras:
                 stored = store.read(camera.name)
+                self.replay(camera)
                 self.check_state(camera, stored.blob)
                 assert (stored.clock, len(stored.requests)) == (camera.count, min(camera.count, 256))
 

@@ -73,8 +73,8 @@ def test_an_attack_harms_nobody_else(oracle, name):
         for camera in cameras:
             camera.join()
     assert errors == []
-    assert stop.leaks == []
     oracle.check()
+    assert stop.leaks == []
     check_server(hosted, logged, LOG_BYTES)
     assert hosted.peak() - memory <= MEGABYTES
 
