@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run reproduce serve test extras test-serve test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
+.PHONY: help run reproduce serve test extras test-serve test-hostile test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -45,7 +45,10 @@ extras: $(VENV)/.extras  ## install every package and program that tests can use
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $$missing > /dev/null; fi
 
 test-serve: extras  ## run all tests of the server, the slow ones too
-	$(BIN)/python -m pytest tests/serve
+	$(BIN)/python -m pytest tests/serve tests/hostile
+
+test-hostile: extras  ## attack a server in all ways at once, and kill workers: tests/hostile/conftest.py says how long
+	$(BIN)/python -m pytest -m slow -s tests/hostile tests/serve/test_worker_kills.py
 
 test-kernels: extras  ## run the GPU kernels in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/core/test_kernels.py tests/core/test_fusion.py -m "not slow" -n auto --maxprocesses 8

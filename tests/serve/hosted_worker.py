@@ -2,11 +2,14 @@
 
 It prints a line of JSON for every answer. Every stream has a client, which sends requests one after the other, with
 ids that name the process and count up. The images of a request follow from its id, so that a test can replay it.
+SIGTERM stops the clients, and then the worker as a server does.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import signal
 import sys
 import time
 
@@ -15,6 +18,8 @@ import torch
 import tribe
 from tribe.data.datasets.files import mnist_test
 from tribe.serve.config import Policy
+from tribe.serve.store import REDIS
+from tribe.serve.store.redis import RedisStore
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.testing import images, small_network
@@ -50,13 +55,21 @@ async def client(worker, stream, network, name, count, rest):
         print(json.dumps(line), flush=True)
 
 
-async def main(folder, network, name, streams, count, rest, shift, policy):
-    """Serve ``count`` requests of each of some streams. ``shift``: how many seconds the store's clock is ahead."""
+def open_place(place, shift=0.0):
+    """Open the store in a folder, whose clock is ``shift`` seconds ahead, or at the address of a Redis server."""
+    return RedisStore(place) if place.startswith(REDIS) else SqliteStore(place, now=lambda: time.time() + shift)
+
+
+async def main(place, network, name, streams, count, rest, shift, policy):
+    """Serve ``count`` requests of each of some streams."""
     torch.set_num_threads(1)
-    store = SqliteStore(folder, now=lambda: time.time() + shift)
+    store = open_place(place, shift)
     worker = Worker(new_fleet(network), store, policy=Policy(**policy), owner=name)
     await worker.start()
-    await asyncio.gather(*(client(worker, f"cam{i}", network, name, count, rest) for i in range(streams)))
+    clients = asyncio.gather(*(client(worker, f"cam{i}", network, name, count, rest) for i in range(streams)))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, clients.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await clients
     await worker.stop()
     store.close()
     print("stopped", flush=True)

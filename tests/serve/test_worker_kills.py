@@ -1,18 +1,24 @@
-"""A worker that is killed: what is stored is the replay of a prefix of what it learned, and the next one goes on."""
+"""A worker that is killed: what is stored is the replay of a prefix of what it learned, and the next one goes on.
 
+TRIBE_KILLS=100 TRIBE_KILL_STREAMS=16 pytest tests/serve/test_worker_kills.py  # more of it, on both kinds of store
+"""
+
+import contextlib
 import json
+import os
 import random
 import shutil
 import signal
+import time
 from collections import defaultdict, deque
 from pathlib import Path
 
 import pytest
-from hosted_worker import images_of, new_fleet
+from hosted_worker import images_of, new_fleet, open_place
 from replays import replay
 
 from processes import Prints, Process, ended, killed
-from stores import fast_folder
+from stores import RedisServer, fast_folder, need_redis
 from tribe.serve.store.sqlite import SqliteStore
 
 HOST = str(Path(__file__).parent / "hosted_worker.py")
@@ -41,7 +47,7 @@ def check_replay(fleet, network, stream, stored):
 
 def test_after_a_kill_the_next_worker_goes_on_from_a_prefix_of_what_was_learned(tmp_path):
     policy = {"write_every": 0.05, "lease": 60, "renew": 1, "requests": 1000}
-    spec = {"folder": str(tmp_path), "network": "compact", "streams": 16, "rest": 0.001, "policy": policy}
+    spec = {"place": str(tmp_path), "network": "compact", "streams": 16, "rest": 0.001, "policy": policy}
     first = spec | {"name": "first", "count": 1000, "shift": 0}
     dead = learned(killed(HOST, json.dumps(first), when=Prints("true", 40)).out)
     store = SqliteStore(tmp_path)
@@ -68,44 +74,69 @@ def test_after_a_kill_the_next_worker_goes_on_from_a_prefix_of_what_was_learned(
     store.close()
 
 
-KILLS = 50
+KILLS = int(os.environ.get("TRIBE_KILLS", 30))
+STREAMS = int(os.environ.get("TRIBE_KILL_STREAMS", 8))
+SEED = int(os.environ.get("TRIBE_KILL_SEED", 0))
+LEASE = 2.0
 
 
 @pytest.fixture
-def folder():
-    """A folder for the store: what a kill loses is up to the worker; a busy disk adds the time of its syncs."""
-    found = fast_folder()
-    yield found
-    shutil.rmtree(found)
+def place(kind):
+    """A folder or an address for the store: what a kill loses is up to the worker; a busy disk adds its syncs."""
+    if kind == "redis":
+        need_redis()
+        server = RedisServer()
+        yield server.address
+        server.remove()
+    else:
+        found = fast_folder()
+        yield str(found)
+        shutil.rmtree(found)
 
 
-@pytest.mark.slow  # each of fifty workers serves for some seconds
-def test_fifty_kills_under_load_lose_at_most_a_second_each_and_no_stream_has_two_owners(tmp_path, folder):
-    """Two workers serve the same streams: one owns a stream, the other follows, and takes over when it is killed."""
-    draw = random.Random(0)
-    policy = {"lease": 2.0, "renew": 0.4, "margin": 0.6, "staleness": 0.1, "requests": 10_000}
-    spec = {"folder": str(folder), "network": "small", "streams": 8, "rest": 0.005, "policy": policy, "shift": 0}
+def ended_by(process, number):
+    """Wait until a worker has got its signal and has ended; one that is stopped goes on after its lease has ended."""
+    if number == signal.SIGSTOP:
+        stat = Path(f"/proc/{process.pid}/stat")
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        time.sleep(2 * LEASE)  # the other worker takes its streams over
+        os.kill(process.pid, signal.SIGCONT)
+        time.sleep(0.5)  # it answers, and finds that it owns nothing
+        os.kill(process.pid, signal.SIGTERM)
+    result = process.end()
+    assert result.code == (-signal.SIGKILL if number == signal.SIGKILL else 0), result.err
+    return result.out
+
+
+@pytest.mark.slow  # each worker serves for some seconds
+def test_kills_under_load_lose_at_most_a_second_each_and_no_stream_has_two_owners(tmp_path, place):
+    """Two workers serve the same streams: one owns a stream, the other follows, and takes over when it ends."""
+    draw = random.Random(SEED)
+    policy = {"lease": LEASE, "renew": 0.4, "margin": 0.6, "staleness": 0.1, "requests": 10_000}
+    spec = {"place": place, "network": "small", "streams": STREAMS, "rest": 0.005, "policy": policy, "shift": 0}
 
     def start(number):
-        """A worker that is killed when it has given so many answers with which its streams have learned."""
+        """A worker that gets a signal when it has given so many answers with which its streams have learned."""
+        chosen = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM))
         host = json.dumps(spec | {"name": f"w{number}", "count": 10**6})
-        return Process(HOST, host, when=Prints("true", draw.randrange(50, 200)), number=signal.SIGKILL)
+        return Process(HOST, host, when=Prints("true", draw.randrange(50, 200)), number=chosen), chosen
 
-    running, outputs = deque([start(0), start(1)]), []
+    running, outputs, numbers = deque([start(0), start(1)]), [], []
     for number in range(2, KILLS + 2):
-        result = running.popleft().end()
-        assert result.code == -signal.SIGKILL, result.err
-        outputs.append(result.out)
-        (tmp_path / f"worker-{number - 2}.txt").write_text(result.out)  # to look at if the test fails
+        numbers.append(running[0][1])
+        outputs.append(ended_by(*running.popleft()))
+        (tmp_path / f"worker-{number - 2}.txt").write_text(outputs[-1])  # to look at if the test fails
         if number < KILLS:
             running.append(start(number))
-    store, fleet = SqliteStore(folder), new_fleet("small")
-    stored = {f"cam{i}": store.read(f"cam{i}") for i in range(8)}
-    store.close()
+    fleet, names = new_fleet("small"), [f"cam{i}" for i in range(STREAMS)]
+    with contextlib.closing(open_place(place)) as store:
+        stored = {name: store.read(name) for name in names}
     check_owners([learned(output) for output in outputs])
-    lost = [seconds_lost(output, stored) for output in outputs]
-    print(f"lost at most {max(lost):.3f} s, {sum(lost) / len(lost):.3f} s on average, of {len(lost)} kills")
+    lost = [seconds_lost(*each, stored) for each in zip(outputs, numbers, strict=True)]
+    print(f"lost at most {max(lost):.3f} s, {sum(lost) / len(lost):.3f} s on average, of {len(lost)} workers")
     assert max(lost) <= 1.0
+    assert not any(each for each, number in zip(lost, numbers, strict=True) if number == signal.SIGTERM)
     for stream, state in stored.items():
         check_replay(fleet, "small", stream, state)
 
@@ -123,12 +154,16 @@ def check_owners(outputs):
     assert len(owners) > KILLS  # they did take over from each other
 
 
-def seconds_lost(output, stored):
+def seconds_lost(output, number, stored):
     """Return how much learning of a worker is not stored: the longest time from a step that was lost until the
-    worker was killed, or until its answers say that it does not own the stream, or has claimed it anew."""
+    worker ended, or until its answers say that it does not own the stream, or has claimed it anew. The time for which
+    it was stopped does not count."""
     oldest = {}  # when the first lost step of each stream was taken, and its generation
-    longest = last = 0.0
-    for stream, request_id, adapted, _, generation, last in lines_of(output):
+    longest = last = before = paused = 0.0
+    for stream, request_id, adapted, _, generation, moment in lines_of(output):
+        if number == signal.SIGSTOP and before and moment - before > LEASE:
+            paused += moment - before
+        before, last = moment, moment - paused
         if stream in oldest and (not adapted or generation != oldest[stream][1]):
             longest = max(longest, last - oldest.pop(stream)[0])
         if adapted and request_id not in stored[stream].requests:
