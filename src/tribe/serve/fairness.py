@@ -100,8 +100,12 @@ class Shares:
         self.used, self.of = 0, Tally()
 
     def take(self, user: Hashable, count: int) -> int:
-        """Count what a user takes, and return it; refuse what is beyond its share: `Unavailable`."""
-        if not fits_share(self.of.get(user, 0) + count, self.used + count, self.limit, self.alone):
+        """Count what a user takes, and return it; refuse what is beyond its share: `Unavailable`.
+
+        A user that is None stands for several, and may have what is left.
+        """
+        alone = self.alone or user is None
+        if not fits_share(self.of.get(user, 0) + count, self.used + count, self.limit, alone):
             raise Unavailable(self._full.format(used=self.used, own=self.of.get(user, 0), limit=self.limit))
         self.add(user, count)
         return count

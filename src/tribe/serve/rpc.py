@@ -187,7 +187,7 @@ class Calls:
         """Predict images."""
         arrived = asyncio.get_running_loop().time()
         raw = await self._receive(context, user)
-        with self.bodies.hold(2 * len(raw)):  # the bytes, and the message that is made from them
+        with self.bodies.hold(2 * len(raw), user):  # the bytes, and the message that is made from them
             message = await self._parse(raw, user)
             del raw
             asked = await self._decode(message, user, stream)
@@ -233,7 +233,7 @@ class Calls:
         return await self.decoders.run(user, lambda: decode_message(message, self.model, stream))
 
     async def _infer(self, request: InferRequest, user: Principal, arrived: float) -> Any:
-        with self.bodies.hold(request.images.nbytes):
+        with self.bodies.hold(request.images.nbytes, user):
             result = await self.service.infer(request, user, arrived)
         logits = protocol.as_numbers(result.logits)
         answer = messages.ModelInferResponse(model_name=self.model.name, model_version=VERSION, id=request.id or "")
