@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import importlib.util
+import importlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,10 @@ def choose_parser(loopback: bool) -> str:
     h11 is old and written in Python; zttp takes a third of its time and is young. So h11 reads what strangers send, and
     zttp, where it is installed, what this machine or a proxy on it sends. See docs/decisions/0042-http-front.md.
     """
-    return "zttp" if loopback and importlib.util.find_spec("zttp") is not None else "h11"
+    if loopback:
+        with contextlib.suppress(ImportError, AttributeError):
+            return "zttp" if importlib.import_module("zttp").Connection else "h11"
+    return "h11"
 
 
 class EarlyAnswers:
