@@ -100,9 +100,10 @@ class Watch:
         self.limits, self.clock = limits, clock
         self._seen: dict[Connection, tuple[Any, float]] = {}  # what each waits for, and since when
 
-    def look(self, connections: Iterable[Connection]) -> int:
+    def look(self, connections: Iterable[Any]) -> int:
         """Look at all connections, about once a second, and return how many were closed."""
-        now, open_now, seen = self.clock(), list(connections), self._seen
+        now, seen = self.clock(), self._seen
+        open_now: list[Connection] = list(connections)
         crowded, self._seen = len(open_now) > self.limits.connections, {}
         closed = 0
         for each in open_now:
