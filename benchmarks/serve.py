@@ -28,6 +28,7 @@ import uvicorn
 
 from tribe.experiments.provenance import machine
 from tribe.io.files import write_atomically
+from tribe.serve.edge import choose_parser
 from tribe.serve.metrics import Events, Metrics
 from tribe.serve.protocol import InferResult, ModelInfo
 from tribe.serve.server import Listener
@@ -87,7 +88,9 @@ def serve(what: str, shape: tuple[int, ...], connection: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1024)
         connection.send(taken.getsockname()[1])
-        config = uvicorn.Config(bare, http="httptools", lifespan="off", log_config=None, access_log=False)
+        config = uvicorn.Config(
+            bare, http=choose_parser(loopback=True), lifespan="off", log_config=None, access_log=False
+        )
         uvicorn.Server(config).run([taken])
     else:
         model = NoModel()

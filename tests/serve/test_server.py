@@ -144,8 +144,12 @@ def test_the_command_serves_digits_until_a_signal(tmp_path, number):
     assert result.err == ""
 
 
-def test_the_command_warns_if_everybody_may_do_everything(tmp_path):
-    result = interrupted("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0", when=LISTENS)
+def test_the_command_refuses_that_everybody_may_do_everything_unless_it_is_said_twice(tmp_path):
+    result = ended("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0")
+    assert result.code == 2
+    assert "--set limits.open=true" in " ".join(result.err.split())
+    said = ("--host", "0.0.0.0", "--set", "limits.open=true")
+    result = interrupted("-m", "tribe", "serve", "--port", 0, *said, when=LISTENS)
     assert "has no tokens" in " ".join(result.err.split())
     (tmp_path / "tokens.json").write_text(
         json.dumps({"tokens": [{"name": "a", "token": "x" * 16, "streams": "", "role": "admin"}]})

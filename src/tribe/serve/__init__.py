@@ -14,7 +14,7 @@ from tribe.serve.client import Client, ClientError, Prediction
 if TYPE_CHECKING:
     from tribe.serve.server import Server
 
-EXTRA = ("httptools", "msgspec", "prometheus_client", "starlette", "uvicorn")  # packages of the extra `serve`
+EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn")  # packages of the extra `serve`
 
 __all__ = ["Client", "ClientError", "Prediction", "Server"]
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from tribe.serve import errors, plain, protocol
 from tribe.serve.decoding import PIECE, Decoders, Unpacker
+from tribe.serve.edge import EarlyAnswers
 from tribe.serve.errors import EXPECTED, BadRequest, NotFound, as_serve_error
 from tribe.serve.fairness import Shares
 from tribe.serve.protocol import VERSION, InferResult
@@ -86,11 +87,12 @@ class App(Starlette):
             lifespan=lambda _: service.running(),
         )
         self.router.redirect_slashes = False
+        self._edge = EarlyAnswers(super().__call__)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request; until its answer is sent, it counts as one of its user's."""
         try:
-            await super().__call__(scope, receive, send)
+            await self._edge(scope, receive, send)
         finally:
             if (user := scope.get("user")) is not None:
                 self.handlers.requests.add(user, -1)
@@ -240,6 +242,9 @@ class Handlers:
                     raise BadRequest(f"the header {name} occurs {count} times; expected once")
         access.check_site(headers.get("host", ""), headers.get("origin"))
         if not public:
+            if (site := headers.get("sec-fetch-site", "none")) not in ("none", "same-origin"):
+                raise errors.Forbidden(f"a page of another site sent this ({site[:20]}); only pages of this server may")
+            self.service.check_ready()
             user = access.identify(headers.get("authorization"))
             user.take(self.requests, 1)
             request.scope["user"] = user  # `App` then gives its place back
@@ -267,8 +272,6 @@ class Handlers:
             error = as_serve_error(error)
             response = as_json({"error": str(error)}, error.status)
             response.headers.update(error.headers)
-        if "expect" in request.headers:  # the client may not send the body that it announced
-            response.headers["connection"] = "close"
         self.responses.labels(response.status_code).inc()
         return response
 
@@ -355,6 +358,7 @@ class Handlers:
             decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
             async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
                 arguments = msgspec.structs.asdict(protocol.decode_json(bytes(body.strip() or b"{}"), decoder))
+            self.service.check_ready()  # it may have stopped meanwhile
         if action == "create":
             arguments["user"] = request.user
         elif action in ("drop", "end"):
@@ -376,6 +380,7 @@ class Handlers:
         async with self.bodies.read(request, self.limits.state, self.limits.state_seconds) as body:
             content = await asyncio.to_thread(bytes, body)
             del body
+            self.service.check_ready()
             return as_json(await self.worker.control("put_state", name, data=content, user=request.user))
 
     async def thumbnail(self, request: Request) -> Response:

@@ -62,6 +62,9 @@ class Policy:
         )
 
 
+PARSERS = ("auto", "h11", "zttp")
+
+
 @dataclass(frozen=True)
 class Limits:
     """Bound requests and connections; a request over a limit is refused without affecting others."""
@@ -73,13 +76,18 @@ class Limits:
     body_seconds: float = 20.0  # until a whole body must have arrived
     state_seconds: float = 600.0  # the same for a state
     idle_seconds: float = 75.0  # between two requests of a connection
+    head_seconds: float = 10.0  # until the headers of a request must have arrived
+    send_seconds: float = 30.0  # in which a client reads nothing of its answer: then the connection is closed
     connections: int = 500  # open at the same time; while there are more, requests get 503
     thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
     bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
+    open: bool = False  # whether a server without tokens may listen beyond this machine
+    parser: str = "auto"  # of HTTP: h11, or zttp, which is faster and young; auto: zttp on this machine alone
 
     def __post_init__(self) -> None:
         require_whole(self, "thumbnails", least=0)
+        require(self.parser in PARSERS, f"parser is one of {', '.join(PARSERS)}", self.parser)
         require_whole(self, "body", "state", "pixels", "request_pixels", "connections", "bodies")
-        for name in ("body_seconds", "state_seconds", "idle_seconds"):
+        for name in ("body_seconds", "state_seconds", "idle_seconds", "head_seconds", "send_seconds"):
             value = getattr(self, name)
             require(is_number(value) and value > 0, f"{name} is a number of seconds, more than 0", value)

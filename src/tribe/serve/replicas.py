@@ -22,8 +22,9 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
+from tribe.serve.config import Limits
 from tribe.serve.security import read_tokens
-from tribe.serve.server import HOST, Server, Tokens, shorten_collections, stop_signals
+from tribe.serve.server import HOST, Server, Tokens, new_access, refuse_open, shorten_collections, stop_signals
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
@@ -61,6 +62,7 @@ def application(
         raise ValueError("several workers need one store: give data, a folder or the address of a Redis server")
     ray_serve = ray_serve_library()
     entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens
+    refuse_open(new_access(entries), options.get("host", HOST), options.get("limits") or Limits())
 
     def build() -> App:
         shorten_collections()

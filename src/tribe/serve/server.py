@@ -7,7 +7,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
 from os import PathLike
 from types import FrameType
 from typing import Any, Self
@@ -22,7 +22,7 @@ from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
-from tribe.serve.metrics import Events
+from tribe.serve.edge import LogLimit, Watch, choose_parser
 from tribe.serve.protocol import ModelInfo
 from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
@@ -34,7 +34,8 @@ from tribe.streams.names import check_stream_name
 HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
-DRAIN = 10.0  # seconds that open requests get when the server stops
+DRAIN = 5.0  # seconds that open connections get when the server stops; meanwhile streams are stored
+LOGGERS = ("uvicorn.error", "asyncio")  # that log what strangers do wrong
 
 Tokens = str | PathLike[str] | Sequence[Token] | None  # a file, or tokens
 Tls = tuple[str | PathLike[str], str | PathLike[str]]  # PEM files: the certificate chain and its key
@@ -58,11 +59,13 @@ class Listener:
         for name, number in (("port", port), ("grpc_port", grpc_port)):
             fine = number is None or (is_whole(number, least=0) and number < 2**16)
             require(fine, f"{name} is the number of a port, 0 to 65535", number)
+        refuse_open(service.access, host, service.limits)
         self.service, self.app = service, App(service)
         self.host, self.port, self.grpc_port, self._tls = host, port, grpc_port, tls
         self._thread: threading.Thread | None = None
         self._server: _Uvicorn | None = None
         self._error: BaseException | None = None
+        self._connections = Watch(service.limits)
 
     @property
     def url(self) -> str:
@@ -100,7 +103,8 @@ class Listener:
         shorten_collections()
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began
         try:
-            asyncio.run(self._serve(ready, signals=True))
+            with LogLimit().on(*LOGGERS):
+                asyncio.run(self._serve(ready, signals=True))
         finally:
             gc.unfreeze()  # Python frees all objects at its end
 
@@ -112,7 +116,8 @@ class Listener:
 
         def work() -> None:
             try:
-                asyncio.run(self._serve(began.set, signals=False))
+                with LogLimit().on(*LOGGERS):
+                    asyncio.run(self._serve(began.set, signals=False))
             except BaseException as error:
                 self._error = error
             finally:
@@ -143,11 +148,16 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
+    async def _watch(self) -> None:
+        """Close the connections that clients hold without use; uvicorn calls this once a second."""
+        if self._server is not None:
+            self._connections.look(self._server.server_state.connections)
+
     async def _serve(self, ready: Callable[[], None], signals: bool) -> None:
         limits, (certificate, key) = self.service.limits, self._tls or (None, None)
         config = uvicorn.Config(
             self.app,
-            http="httptools",
+            http=choose_parser(is_loopback(self.host)) if limits.parser == "auto" else limits.parser,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -158,14 +168,16 @@ class Listener:
             limit_concurrency=limits.connections + 1,
             timeout_keep_alive=int(limits.idle_seconds),
             timeout_graceful_shutdown=int(DRAIN),
+            timeout_notify=1,
+            callback_notify=self._watch,
             ssl_certfile=certificate,
             ssl_keyfile=key,
         )
         config.load()  # reads the certificate, before anything is started
         taken = self._bind()
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await stack.enter_async_context(self.service.running())
+            async with contextlib.AsyncExitStack() as worker, contextlib.AsyncExitStack() as calls:
+                await worker.enter_async_context(self.service.running())
                 if self.grpc_port is not None:
                     try:
                         from tribe.serve.rpc import listening
@@ -173,8 +185,14 @@ class Listener:
                         words = f"gRPC needs grpcio and protobuf ({error}): pip install 'tribe-tta[grpc]'"
                         raise ImportError(words) from error
                     listens = listening(self.app.handlers, self._address(self.grpc_port), self._tls)
-                    self.grpc_port = await stack.enter_async_context(listens)
-                self._server = _Uvicorn(config, self.service.worker.log, ready, signals)
+                    self.grpc_port = await calls.enter_async_context(listens)
+
+                async def end() -> None:
+                    """Store every stream while clients get their answers: none of them can delay it."""
+                    self.service.worker.log.close()
+                    await asyncio.gather(worker.aclose(), calls.aclose())
+
+                self._server = _Uvicorn(config, ready, end, signals)
                 await self._server.serve([taken])
         finally:
             taken.close()
@@ -182,19 +200,20 @@ class Listener:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's server, which reports when it listens and when it begins to stop."""
+    """uvicorn's server, which reports when it listens, and ends something else while it stops."""
 
-    def __init__(self, config: uvicorn.Config, events: Events, ready: Callable[[], None], signals: bool) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: Callable[[], None], end: Callable[[], Awaitable[None]], signals: bool
+    ) -> None:
         super().__init__(config)
-        self._events, self._ready, self._signals = events, ready, signals
+        self._ready, self._end, self._signals = ready, end, signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._events.close()
-        await super().shutdown(sockets)
+        await asyncio.gather(super().shutdown(sockets), self._end())
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -280,6 +299,13 @@ def new_access(tokens: Tokens, host: str = HOST, host_names: Sequence[str] = ())
     """Return the users of a server: without tokens, one on this machine is called by names of this machine alone."""
     entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens or ()
     return Access(entries, (*LOOPBACK, host, *host_names) if not entries and is_loopback(host) else ())
+
+
+def refuse_open(access: Access, host: str, limits: Limits) -> None:
+    """Raise for a server without tokens that others reach, unless `Limits.open` says that this is meant."""
+    if access.is_open and not is_loopback(host) and not limits.open:
+        words = f"it would listen on {host}, beyond this machine, without tokens: everybody could do everything"
+        raise ValueError(f"{words}. Give it --tokens FILE, see docs/serving.md, or say --set limits.open=true as well")
 
 
 def image_shape(net: Backbone, shape: Sequence[int | None] | None) -> tuple[int | None, ...]:

@@ -117,13 +117,17 @@ class Service:
             if self.store is not None:
                 self.store.close()
 
+    def check_ready(self) -> None:
+        """Raise `Unavailable` before the worker has started and once it stops."""
+        if not self.ready:
+            raise Unavailable("the server starts or stops; try again")
+
     async def infer(self, request: InferRequest, user: Principal, arrived: float) -> InferResult:
         """Predict the images of a request, and let its stream, which it may make, learn from them.
 
         The deadline counts from ``arrived``, a time of the event loop.
         """
-        if not self.ready:
-            raise Unavailable("the server starts or stops; try again")
+        self.check_ready()
         stream, images, learn = request.stream, request.images, request.learn
         deadline = None if request.timeout is None else arrived + request.timeout / 1e6
         if stream is not None:

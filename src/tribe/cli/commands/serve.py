@@ -17,8 +17,8 @@ from tribe.core.precision import choose_device
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
 PARTS = "server", "policy", "limits"  # components of --set, beside the method
 NO_TOKENS = (
-    "it listens beyond this machine and has no tokens: everybody who reaches it may do everything. --tokens FILE says "
-    "who may do what"
+    "it listens beyond this machine and has no tokens, as limits.open says: everybody who reaches it may do "
+    "everything. --tokens FILE says who may do what"
 )
 
 MethodName = Annotated[
