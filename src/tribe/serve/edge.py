@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
+from h11 import LocalProtocolError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tribe.serve.config import Limits
@@ -69,7 +70,11 @@ class EarlyAnswers:
             else:
                 await send(message)
 
-        await self.app(scope, take, give)
+        async def give_if_possible(message: Message) -> None:
+            with contextlib.suppress(LocalProtocolError):  # the rest of the request was not HTTP: uvicorn has answered
+                await give(message)
+
+        await self.app(scope, take, give_if_possible)
 
 
 def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
