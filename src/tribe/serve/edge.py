@@ -146,6 +146,9 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
+        if record.name == "asyncio" and record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError):
+            # uvicorn's code for zttp raises it, and asyncio closes the connection
+            record.msg, record.args, record.exc_info = "the target of a request is not ASCII: refused", (), None
         place, now = (record.pathname, record.lineno), self._clock()  # as many as the code has
         since, count = self._counts.get(place, (now, 0))
         if now - since >= LOGGED_SECONDS:
