@@ -129,8 +129,7 @@ def load(
         deterministic=deterministic,
     )
     like = core.entry(NAME).state
-    states.check_tensors(path, saved.tensors, leaves(like))
-    core.replace_state(NAME, copy_like(rebuild(like, saved.tensors), like), frozen=saved.frozen)
+    core.replace_state(NAME, states.state_from(path, saved.tensors, like, core.classes), frozen=saved.frozen)
     return Adapter(core)
 
 

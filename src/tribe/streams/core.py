@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
-from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, rebuild, replace_stream
+from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, replace_stream
 from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
@@ -440,8 +440,7 @@ class Streams:
             raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
         if saved.fingerprint != self.fingerprint:
             states.check_fingerprint(source, saved.fingerprint, self.net)
-        states.check_tensors(source, saved.tensors, leaves(like))
-        return copy_like(rebuild(like, saved.tensors), like)
+        return states.state_from(source, saved.tensors, like, self.classes)
 
     # -- the network --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""State files that anybody may have made: each is refused in words, or its stream goes on, and no other one suffers."""
+
+import pytest
+import torch
+
+import tribe
+from tribe.filters import names as filter_names
+from tribe.io import states
+from tribe.io.states import StateFileError
+from tribe.methods import names as method_names
+from tribe.serve.runtime import read_reports
+from tribe.testing import ready, small, small_network
+from watching import calibration_of, pictures
+
+NUMBERS = (-1, 2**31, 2**62, -(2**63))
+PLAIN = {"guard": False, "time": None}
+
+
+def watched_fleet(method="tribe", guard=True, time="time"):
+    """A fleet whose streams "victim" and "hostile" have learned from a batch."""
+    net = small_network()
+    built = small(ready(method)) if isinstance(method, str) else method
+    health = calibration_of(net, f"{built.name}+guard") if guard else False
+    fleet = tribe.fleet(net, built, guard=guard, health=health, time=time)
+    fleet({name: pictures(1, 5, seed)[0] for seed, name in enumerate(("victim", "hostile"))})
+    return fleet
+
+
+def crafted(fleet, name, change):
+    """The bytes of a valid state file whose digest is right, with one tensor changed."""
+    saved = states.decode(fleet.to_bytes("hostile"))
+    return states.encode(saved._replace(tensors=saved.tensors | {name: change(saved.tensors[name])}))
+
+
+def filled(number):
+    """A function that writes a number into the last place of a tensor; as a float if the tensor holds those."""
+
+    def change(tensor):
+        changed = tensor.clone()
+        bounds = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
+        changed.view(-1)[-1] = max(bounds.min, min(bounds.max, number))
+        return changed
+
+    return change
+
+
+def refusal(fleet, blob):
+    """Why a file is refused; None if it is not."""
+    try:
+        fleet.from_bytes("hostile", blob)
+    except StateFileError as error:
+        return str(error)
+
+
+def goes_on(fleet, blob):
+    """Whether a file is accepted; then its stream and another one, in one batch, are stepped and reported."""
+    before = states.decode(fleet.to_bytes("victim"))
+    if (words := refusal(fleet, blob)) is not None:
+        assert "holds" in words
+        assert "expected" in words
+        return False
+    x = {name: pictures(1, 5, seed)[0] for seed, name in enumerate(("victim", "hostile"), 7)}
+    fleet(x)
+    assert read_reports(fleet, ["hostile", "victim"]).keys() == {"hostile", "victim"}
+    fleet.to_bytes("hostile")
+    after = fleet.to_bytes("victim")
+    alone = fleet.from_bytes("victim", states.encode(before))
+    alone({"victim": x["victim"]})
+    expected, found = states.decode(alone.to_bytes("victim")).tensors, states.decode(after).tensors
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5, equal_nan=True, msg=name)
+    return True
+
+
+def integral(fleet, prefix):
+    """The names of integral tensors of a state, and of floats that are read as labels."""
+    found = states.decode(fleet.to_bytes("hostile")).tensors
+    whole = [n for n, t in found.items() if not t.is_floating_point() and t.dtype != torch.bool and t.numel()]
+    labels = [n for n in found if n.endswith("rings.predicted")]
+    return [name for name in whole + labels if name.startswith(prefix)]
+
+
+def check(fleet, name):
+    """Try all numbers in one tensor: numbers that are read as a count or an index are bounded."""
+    accepted = [goes_on(fleet, crafted(fleet, name, filled(number))) for number in NUMBERS]
+    if not name.endswith(("key.seed", "memory.shape")):  # they are only compared, and mixed into random numbers
+        assert accepted[2:] == [False, False], name
+        assert not accepted[0] or name.endswith("collapse.burst"), name
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_a_number_of_a_method_is_refused_or_its_stream_goes_on(method):
+    fleet = watched_fleet(method)
+    for name in integral(fleet, "method."):
+        check(fleet, name)
+
+
+@pytest.mark.parametrize("guard", [True, False])
+@pytest.mark.parametrize("filter", filter_names())
+def test_a_number_of_a_guard_or_a_filter_is_refused_or_its_stream_goes_on(guard, filter):
+    fleet = watched_fleet(guard=guard, time=filter)
+    for name in [*integral(fleet, "guard."), *integral(fleet, "filter.")]:
+        if guard or name.startswith("filter."):
+            check(fleet, name)
