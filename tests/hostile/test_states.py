@@ -1,19 +1,25 @@
 """State files that anybody may have made: each is refused in words, or its stream goes on, and no other one suffers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from http_calls import infer, refused, web
+from small_server import serving, small_fleet
 
 import tribe
+from tribe.core.bounds import bounded
+from tribe.core.state import digest, leaves, rebuild
 from tribe.filters import names as filter_names
 from tribe.io import states
 from tribe.io.states import StateFileError
 from tribe.methods import names as method_names
 from tribe.serve.runtime import read_reports
+from tribe.serve.worker import Worker
 from tribe.testing import ready, small, small_network
 from watching import calibration_of, pictures
 
 NUMBERS = (-1, 2**31, 2**62, -(2**63))
-PLAIN = {"guard": False, "time": None}
 
 
 def watched_fleet(method="tribe", guard=True, time="time"):
@@ -33,12 +39,12 @@ def crafted(fleet, name, change):
 
 
 def filled(number):
-    """A function that writes a number into the last place of a tensor; as a float if the tensor holds those."""
+    """A function that writes a number into the first and last place of a tensor; as a float if the tensor holds those."""
 
     def change(tensor):
         changed = tensor.clone()
         bounds = torch.finfo(tensor.dtype) if tensor.is_floating_point() else torch.iinfo(tensor.dtype)
-        changed.view(-1)[-1] = max(bounds.min, min(bounds.max, number))
+        changed.view(-1)[[0, -1]] = max(bounds.min, min(bounds.max, number))
         return changed
 
     return change
@@ -102,3 +108,77 @@ def test_a_number_of_a_guard_or_a_filter_is_refused_or_its_stream_goes_on(guard,
     for name in [*integral(fleet, "guard."), *integral(fleet, "filter.")]:
         if guard or name.startswith("filter."):
             check(fleet, name)
+
+
+def test_a_label_of_one_stream_is_no_index_into_others():
+    """Found in a server: the next batch of all streams failed, after its step."""
+    fleet = watched_fleet()
+    blob = crafted(fleet, "guard.watch.estimate.rings.predicted", filled(-1))
+    with pytest.raises(StateFileError, match=r"rings\.predicted"):
+        fleet.check_bytes("hostile", blob)
+    bool_of_two = crafted(fleet, "guard.watch.alarms.on", lambda t: (t.byte() + 2).view(torch.bool))
+    with pytest.raises(StateFileError, match=r"alarms\.on"):
+        fleet.check_bytes("hostile", bool_of_two)
+
+
+@pytest.mark.parametrize("name", ["method.adam.second.weight", "guard.watch.alarms.martingale.scale", "filter.belief"])
+def test_a_variance_or_a_share_is_not_negative(name):
+    fleet = watched_fleet("tent")
+    with pytest.raises(StateFileError, match="holds"):
+        fleet.check_bytes("hostile", crafted(fleet, name, filled(-0.5)))
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_integral_tensor_of_a_state_has_bounds(method):
+    fleet = watched_fleet(method)
+    for name, tensor, bounds in bounded(fleet.state("hostile")):
+        assert bounds is not None or tensor.is_floating_point(), name
+
+
+# -- in a server -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def watching():
+    """A server with a guard and a calibration, and its fleet."""
+    fleet = small_fleet(guard=tribe.Guard(skip=False), health=calibration_of(small_network(), "tribe+guard"))
+    with serving(Worker(fleet)) as server:
+        yield server, fleet
+
+
+def post(server, stream, seed=0):
+    return infer(server, pictures(1, 2, seed)[0].numpy(), sequence_id=stream)
+
+
+def test_a_state_with_a_wrong_number_is_refused_by_name(watching):
+    server, fleet = watching
+    post(server, "hostile")
+    blob = crafted(fleet, "guard.watch.estimate.rings.predicted", filled(-1))
+    words = refused(web.put(f"{server.url}/v1/streams/hostile/state", content=blob), 409, "rings.predicted", "-1")
+    assert "0 to 3" in words
+
+
+def test_a_step_is_no_error_whatever_comes_after_it(watching, caplog):
+    """All streams of a batch were answered with 500 after their step: each learned again from the next try."""
+    server, fleet = watching
+    for name in ("hostile", "victim"):
+        assert post(server, name).status_code == 200
+    state = fleet.state("hostile")
+    fleet.replace_state("hostile", replaced(state, "guard.watch.estimate.rings.predicted", filled(-1)))
+    both = "hostile", "victim"
+    digests = [digest(fleet.method.step(fleet.net, fleet.state(name), pictures(1, 2, 1))[1]) for name in both]
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(lambda name: post(server, name, 1), both))
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert [fleet.digest(name) for name in both] == digests
+    assert answers[1].json()["parameters"]["tribe_clock"] == 2
+    for seed in range(2, 5):
+        assert post(server, "hostile", seed).status_code == 200
+    assert web.post(f"{server.url}/v1/streams/hostile/freeze").status_code == 200
+    assert len([r for r in caplog.records if "its report failed" in r.getMessage()]) == 1, "it is logged once"
+
+
+def replaced(state, name, change):
+    """A state with one tensor changed."""
+    tensors = leaves(state)
+    return rebuild(state, tensors | {name: change(tensors[name])})

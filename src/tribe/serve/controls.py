@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
 from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream
-from tribe.serve.runtime import StreamSession, read_reports
+from tribe.serve.runtime import StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, read_intact
 from tribe.serve.store import StoreDown
@@ -168,7 +168,7 @@ class Controls:
 
         def change_and_report() -> dict[str, Any]:
             change()
-            return read_reports(self.fleet, [session.name])[session.name]
+            return self.runtime.after_commit.reports(self.fleet, [session.name])[session.name]
 
         report = await self.runtime.run("states", change_and_report)
         session.note_report(report, changed=self.runtime.clock())

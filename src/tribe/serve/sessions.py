@@ -23,10 +23,9 @@ from tribe.io import states
 from tribe.io.states import StateFileError
 from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream
 from tribe.serve.fairness import fits_share
-from tribe.serve.runtime import Mark, Runtime, StreamSession, read_reports
+from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
-from tribe.streams import Fleet
 
 TOGETHER = 64  # most streams that are held at the same time
 
@@ -98,8 +97,9 @@ def read_intact(store: StreamStore, stream: str) -> tuple[Stored | None, str | N
     raise StoreDamaged(str(damage)) from damage
 
 
-def _install(fleet: Fleet, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
+def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
     """Put a stored state into the fleet, or a new one, and return its report; ``keep``: unless there is one."""
+    fleet = runtime.fleet
     if blob is not None:
         fleet.from_bytes(name, blob)
     else:
@@ -107,7 +107,7 @@ def _install(fleet: Fleet, name: str, blob: bytes | None = None, keep: bool = Fa
             fleet.drop(name)
         if name not in fleet:
             fleet.add(name)
-    return read_reports(fleet, [name])[name]
+    return runtime.after_commit.reports(fleet, [name])[name]
 
 
 class Sessions:
@@ -182,7 +182,7 @@ class Sessions:
             return session
         if writer is None:
             session.role, session.loaded = "owned", True
-            session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, keep=True)))
+            session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, keep=True)))
             self.runtime.events.add("opened", "a new stream", name)
         else:
             owner, lease = self.runtime.owner, self.policy.lease
@@ -211,7 +211,7 @@ class Sessions:
         if stored is not None or claim is not None:
             blob = None if stored is None else stored.blob
             try:
-                session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, blob)))
+                session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, blob)))
             except StateFileError as error:
                 if claim is not None and self.store is not None:
                     await self.runtime.run("claims", partial(self.store.release, claim))
