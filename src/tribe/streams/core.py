@@ -39,9 +39,9 @@ from tribe.health.history import (
 from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
 from tribe.io.states import Saved, StateFileError
-from tribe.methods import AnyMethod, Deployed, Pipeline, get_fields
+from tribe.methods import AnyMethod, Deployed, Pipeline
 from tribe.methods.building import check_network
-from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.methods.encoding import check_settings, method_for_file
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
@@ -431,13 +431,7 @@ class Streams:
         """A copy of the state in a file; StateFileError says why it does not fit."""
         if saved.streams != self.streams:
             raise StateFileError(f"{source} holds {saved.streams} streams; expected {self.streams}")
-        found: str | AnyMethod = saved.method
-        if saved.method == self.method.name:  # fields that no file holds are those of this method
-            mine, elsewhere = get_fields(self.method), {"callable", "knowledge"}
-            own = {n: mine.get(n) for n, v in saved.fields.items() if isinstance(v, dict) and elsewhere & v.keys()}
-            found = method_from_file(source, saved.method, saved.fields, own)
-        if found != self.method:
-            raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
+        check_settings(source, saved.method, saved.fields, self.method)
         if saved.fingerprint != self.fingerprint:
             states.check_fingerprint(source, saved.fingerprint, self.net)
         return states.state_from(source, saved.tensors, like, self.classes)

@@ -1,5 +1,8 @@
 """State files that anybody may have made: each is refused in words, or its stream goes on, and no other one suffers."""
 
+import dataclasses
+import functools
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,10 +16,11 @@ from tribe.core.state import digest, leaves, rebuild
 from tribe.filters import names as filter_names
 from tribe.io import states
 from tribe.io.states import StateFileError
+from tribe.methods import create
 from tribe.methods import names as method_names
 from tribe.serve.runtime import read_reports
 from tribe.serve.worker import Worker
-from tribe.testing import ready, small, small_network
+from tribe.testing import CLASSES, informed, ready, small, small_network
 from watching import calibration_of, pictures
 
 NUMBERS = (-1, 2**31, 2**62, -(2**63))
@@ -39,7 +43,7 @@ def crafted(fleet, name, change):
 
 
 def filled(number):
-    """A function that writes a number into the first and last place of a tensor; as a float if the tensor holds those."""
+    """A function that writes a number into the first and the last place of a tensor, in its type."""
 
     def change(tensor):
         changed = tensor.clone()
@@ -182,3 +186,91 @@ def replaced(state, name, change):
     """A state with one tensor changed."""
     tensors = leaves(state)
     return rebuild(state, tensors | {name: change(tensors[name])})
+
+
+# -- what a file names ------------------------------------------------------------------------------------------------
+
+SECRET = "c0ffee-of-the-server"
+SERVED = {
+    "tribe": {},
+    "eata": {},
+    "selftrain": {"rule": "robust"},
+    "tribe+watch": {},
+}
+touched: list[str] | None = None  # files that this process opens and modules that it imports, while a test asks
+
+
+def note_touched(event, arguments):
+    if touched is not None and event in ("open", "import", "os.listdir", "exec"):
+        touched.append(str(arguments[0]))
+
+
+@pytest.fixture(scope="module")
+def audited():
+    """Python tells what it opens from now on; it cannot be asked to cease."""
+    sys.addaudithook(note_touched)
+
+
+@pytest.fixture
+def watched_files(audited, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "touched", [])
+    return touched
+
+
+def served_with(method):
+    fleet = tribe.fleet(small_network(), informed(create(method, classes=CLASSES, **SERVED[method])))
+    fleet({"hostile": pictures(1, 5)[0]})
+    return fleet
+
+
+@pytest.mark.parametrize("method", SERVED)
+def test_a_file_that_a_state_names_is_not_touched(method, tmp_path, watched_files):
+    """The answer showed eight bytes of any file of the server."""
+    secret, code = tmp_path / "secret", tmp_path / "mine.py"
+    secret.write_text(SECRET)
+    code.write_text("raise AssertionError('it was imported')")
+    fleet = served_with(method)
+    saved = states.decode(fleet.to_bytes("hostile"))
+    names = [str(secret), f"{code}:Mine", f"{secret}:Mine", f"balanced({secret})", "balanced(" + "-" * 100_000 + "1)"]
+    values = [*names, *({"knowledge": name, "digest": name} for name in names), *([name] for name in names)]
+    values += [{"augment": {"brightness": str(secret)}}, {"augment": [str(secret)] * 9}, {"callable": str(secret)}]
+    deep = functools.reduce(lambda value, _: [value], range(300), str(secret))
+    with serving(Worker(fleet)) as server:
+        for field in [*saved.fields, "calibration", "knowledge", "unknown"]:
+            for value in [*values, deep]:
+                blob = states.encode(saved._replace(fields=saved.fields | {field: value}))
+                watched_files.clear()
+                answer = web.put(f"{server.url}/v1/streams/hostile/state", content=blob)
+                words = refused(answer, 409, field)
+                assert SECRET[:8] not in words
+                assert len(words) < 500
+                assert not [name for name in watched_files if str(tmp_path) in name], (field, value)
+
+
+def test_no_file_that_a_state_names_is_opened_by_load(tmp_path, watched_files):
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    for method, field in (("eata", "knowledge"), ("tribe+watch", "calibration")):
+        saved = states.decode(served_with(method).to_bytes("hostile"))
+        for value in (str(secret), {"knowledge": str(secret), "digest": ""}):
+            states.write(tmp_path / "state", saved._replace(fields=saved.fields | {field: value}))
+            watched_files.clear()
+            with pytest.raises(StateFileError, match=field):
+                tribe.load(tmp_path / "state", small_network())
+            assert str(secret) not in watched_files
+
+
+@pytest.mark.parametrize("deep", ["balanced(" + "-" * 100_000 + "1)", "balanced(a=" + "[" * 150 + "]" * 150 + ")"])
+def test_a_rule_that_is_nested_deeply_is_an_error_in_words(deep, tmp_path):
+    saved = states.decode(served_with("selftrain").to_bytes("hostile"))
+    states.write(tmp_path / "state", saved._replace(fields=saved.fields | {"rule": deep}))
+    with pytest.raises(StateFileError, match="settings"):
+        tribe.load(tmp_path / "state", small_network())
+
+
+def test_a_state_that_is_read_tells_no_path_of_the_server(tmp_path):
+    method = ready("eata")
+    method.knowledge.save(tmp_path / "known.safetensors")
+    fleet = tribe.fleet(small_network(), dataclasses.replace(method, knowledge=tmp_path / "known.safetensors"))
+    fleet({"hostile": pictures(1, 5)[0]})
+    assert str(tmp_path).encode() not in fleet.to_bytes("hostile")
