@@ -105,7 +105,7 @@ class Worker:
             try:
                 await self.sessions.release(session)
             except Exception as error:  # of this stream or of the store: the others are tried all the same
-                self.log.add("not-stored", f"it was not stored: {error}", session.name, logging.ERROR)
+                self.log.add("not-stored", "it was not stored", session.name, logging.ERROR, error)
         if self._timer is not None:
             self._timer.cancel()
         with contextlib.suppress(ValueError):  # it was not started

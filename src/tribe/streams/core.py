@@ -204,7 +204,7 @@ class Streams:
         check_name(name)
         if (entry := self.table.entries.get(name)) is None:
             known = nearest(name, sorted(self.table.entries)) if self.table.entries else "there is none"
-            raise UnknownStream(f"no stream {name!r}: {known}. add({name!r}) adds it")
+            raise UnknownStream(f"no stream {name!r}", f": {known}. add({name!r}) adds it")
         return entry
 
     def new_entry(self, name: str, seed: int | None = None) -> Entry:
