@@ -65,6 +65,7 @@ class Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends
         self._accepting = self._stopped = False
+        self.unstored: list[str] = []  # after `stop`: streams that have learned what the store does not have
 
     async def start(self) -> None:
         """Begin to serve, in the running event loop."""
@@ -105,7 +106,10 @@ class Worker:
             try:
                 await self.sessions.release(session)
             except Exception as error:  # of this stream or of the store: the others are tried all the same
-                self.log.add("not-stored", "it was not stored", session.name, logging.ERROR, error)
+                self.log.add("not-released", "it was not released", session.name, logging.ERROR, error)
+            if self.store is not None and session.changed:
+                self.unstored.append(session.name)
+                self.log.add("not-stored", "it was not stored, and goes on from its last stored state", session.name)
         if self._timer is not None:
             self._timer.cancel()
         with contextlib.suppress(ValueError):  # it was not started
