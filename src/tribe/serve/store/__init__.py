@@ -113,6 +113,8 @@ class StreamStore(ABC):
     Every method raises `StoreDown` if the store cannot be reached or written. The caller has checked names.
     """
 
+    unexplained = 0  # states that its ledger did not explain when it was opened, and that were moved
+
     @abstractmethod
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
         """Claim a stream for ``lease`` seconds; return None if another owner's lease is live.
@@ -269,9 +271,12 @@ def shown_place(place: str | PathLike[str]) -> str:
     return f"{scheme}://{rest if ADDRESS.fullmatch(rest) else '...'}"
 
 
-def open_store(place: str | PathLike[str]) -> StreamStore:
-    """Open the store at a place: the address of a Redis server, or else a folder, which is made if it is missing."""
+def open_store(place: str | PathLike[str], lost: str = "refuse") -> StreamStore:
+    """Open the store at a place: the address of a Redis server, or else a folder, which is made if it is missing.
+
+    ``lost`` says what to do with states that the ledger of a folder does not explain: see `SqliteStore`.
+    """
     from tribe.serve.store.redis import RedisStore
     from tribe.serve.store.sqlite import SqliteStore
 
-    return RedisStore(place) if isinstance(place, str) and place.startswith(REDIS) else SqliteStore(place)
+    return RedisStore(place) if isinstance(place, str) and place.startswith(REDIS) else SqliteStore(place, lost=lost)
