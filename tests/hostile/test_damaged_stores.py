@@ -9,7 +9,8 @@ import pytest
 
 from commands import message, tribe_command
 from stores import a_write, write
-from tribe.serve.store import StoreDamaged
+from tribe.io.files import CannotWrite, check_file, open_plain, write_atomically
+from tribe.serve.store import StoreDamaged, StoreDown, stream_hash
 from tribe.serve.store.sqlite import SqliteStore
 
 STREAMS = [f"cam{i}" for i in range(4)]
@@ -162,3 +163,97 @@ def test_the_command_finds_what_a_ledger_has_lost_and_adopts_it(killed, nowhere)
     assert "8 states were adopted" in result.stdout
     with later(killed) as store:
         check_last(store)
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def precious(tmp_path):
+    """A file of somebody who writes where others may make links."""
+    path = tmp_path / "precious"
+    path.write_bytes(b"notes")
+    return path
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A folder that everybody may write to, as /tmp."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_a_file_is_not_written_through_a_link_in_a_shared_folder(shared, precious):
+    for target in (precious, shared.parent / "new"):
+        (shared / "link").symlink_to(target)
+        for call in (lambda: write_atomically(shared / "link", b"new"), lambda: check_file(shared / "link")):
+            with pytest.raises(CannotWrite, match="symbolic link"):
+                call()
+        (shared / "link").unlink()
+    assert precious.read_bytes() == b"notes"
+    assert not (shared.parent / "new").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives a link to another user")
+def test_a_file_is_not_written_through_a_link_of_another_user(tmp_path, precious):
+    (tmp_path / "link").symlink_to(precious)
+    os.lchown(tmp_path / "link", 12345, 12345)
+    with pytest.raises(CannotWrite, match="another user"):
+        write_atomically(tmp_path / "link", b"new")
+    assert precious.read_bytes() == b"notes"
+
+
+def test_a_path_that_becomes_a_link_is_replaced_itself(shared, precious, monkeypatch):
+    """The check and the replacement are two calls; a link may be made in between."""
+    replace = os.replace
+
+    def late(source, target):
+        os.symlink(precious, target)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    write_atomically(shared / "file", b"new")
+    assert precious.read_bytes() == b"notes"
+    assert (shared / "file").read_bytes() == b"new"
+    assert not (shared / "file").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm", "blobs", "adopt"])
+def test_a_store_is_not_opened_through_a_link_inside_it(shared, tmp_path, name):
+    target = tmp_path / "target"
+    target.mkdir() if name in ("blobs", "adopt") else target.write_bytes(b"")
+    (shared / "store").mkdir()
+    (shared / "store" / name).symlink_to(target)
+    with pytest.raises(StoreDown, match="symbolic link"):
+        SqliteStore(shared / "store")
+    assert not (os.listdir(target) if target.is_dir() else target.read_bytes())
+
+
+def test_a_state_is_not_written_through_a_link(tmp_path):
+    target = tmp_path / "target"
+    target.mkdir()
+    with contextlib.closing(SqliteStore(tmp_path / "store")) as store:
+        claim = store.claim("cam", "a", 100)
+        (tmp_path / "store" / "blobs" / stream_hash("cam")[:2]).symlink_to(target)
+        with pytest.raises(StoreDown, match="symbolic link"):
+            write(store, claim, 1)
+    assert not os.listdir(target)
+
+
+def test_the_folder_of_a_store_may_be_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with contextlib.closing(SqliteStore(tmp_path / "link")) as store:
+        write(store, store.claim("cam", "a", 100), 1)
+    with contextlib.closing(SqliteStore(tmp_path / "real")) as store:
+        assert store.read("cam").clock == 1
+
+
+def test_results_are_not_added_through_a_link(tmp_path, precious):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "pack").symlink_to(precious)
+    with pytest.raises(OSError, match="link"), open(tmp_path / "runs" / "pack", "ab+", opener=open_plain):
+        pass
+    assert precious.read_bytes() == b"notes"

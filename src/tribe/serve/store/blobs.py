@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from tribe.io.files import sync_folder
 from tribe.serve.store import StoreDamaged, StoreDown
 
 BLOBS, ADOPT, SET_ASIDE = "blobs", "adopt", "set-aside"
@@ -59,6 +60,8 @@ class Blobs:
         except OSError as error:
             raise StoreDown(f"the store {folder} cannot be made: {error.strerror}") from error
         self._adopt = folder / ADOPT
+        for inside in (self.folder, self._adopt, folder / SET_ASIDE):
+            refuse_link(inside)
 
     def path(self, name: str) -> Path:
         """Return the path of a committed blob."""
@@ -70,6 +73,17 @@ class Blobs:
         """Return the path of a blob that is not committed."""
         path = self.path(name)
         return path.with_name(path.name + NEW)
+
+    def make_folders(self, names: Iterable[str]) -> None:
+        """Make the folders of blobs that are about to be written."""
+        made = False
+        for folder in {self.path(name).parent for name in names}:
+            refuse_link(folder)
+            if not folder.is_dir():
+                folder.mkdir(exist_ok=True)
+                made = True
+        if made:
+            sync_folder(self.folder)
 
     def read(self, name: str) -> bytes:
         """Return the content of a blob that the ledger names; its writer may be about to rename it."""
@@ -139,9 +153,14 @@ class Blobs:
 
     def adopt(self, file: BlobFile) -> None:
         """Move a file back among the committed blobs."""
-        path = self.path(file.name)
-        path.parent.mkdir(exist_ok=True)
-        os.replace(file.path, path)
+        self.make_folders([file.name])
+        os.replace(file.path, self.path(file.name))
+
+
+def refuse_link(path: Path) -> None:
+    """Raise `StoreDown` for a symbolic link inside a store: whoever made it decides where states are written."""
+    if path.is_symlink():
+        raise StoreDown(f"{path} is a symbolic link: a store writes within its folder, which may be a link itself")
 
 
 def _inside(folder: Path) -> Iterator[Path]:

@@ -23,10 +23,10 @@ from os import PathLike
 from pathlib import Path
 
 from tribe.fields import require
-from tribe.io.files import sync_folder, write_new
+from tribe.io.files import write_new
 from tribe.serve import store
 from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore, Write
-from tribe.serve.store.blobs import BlobFile, Blobs, KnownStream
+from tribe.serve.store.blobs import BlobFile, Blobs, KnownStream, refuse_link
 
 LEDGER = "ledger.sqlite"
 LOST = ("refuse", "adopt", "set-aside")  # what to do with states that the ledger does not explain
@@ -199,12 +199,8 @@ class SqliteStore(StreamStore):
 
     def _store_blobs(self, uploads: store.Uploads) -> None:
         files = {self._blobs.new_path(record.blob): write.blob for write, record in uploads.values()}
-        missing = [folder for folder in {path.parent for path in files} if not folder.is_dir()]
         try:
-            for folder in missing:
-                folder.mkdir(exist_ok=True)
-            if missing:
-                sync_folder(self._blobs.folder)
+            self._blobs.make_folders(record.blob for _, record in uploads.values())
             write_new(files)
         except OSError as error:
             self._remove_unless_named(uploads)
@@ -323,6 +319,8 @@ class Ledger:
         self.path, self._patience, self._check_new = path, patience, check_new
         self._writing_lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._closed, self._process = False, os.getpid()
+        for suffix in ("", "-wal", "-shm", "-journal"):  # SQLite would follow it
+            refuse_link(path.with_name(path.name + suffix))
         with self._explained():
             self._writing, self._reading = self._connect(), self._connect()
         with contextlib.ExitStack() as stack:
