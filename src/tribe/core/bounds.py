@@ -34,7 +34,7 @@ class Bounds(NamedTuple):
     def __str__(self) -> str:
         if self.high == math.inf:
             return f"at least {self.low:,.6g}"
-        return f"{self.low:,.6g} to {self.high:,.20g}"  # type: ignore[str-format]
+        return f"{self.low:,.6g} to {self.high:,.20g}"
 
 
 ANY = Bounds()  # any number of the tensor's type
@@ -53,7 +53,7 @@ class BoundedTensor(NamedTuple):
 
 
 @functools.cache
-def _declared(kind: type[Any]) -> dict[str, Bounds]:
+def _declared(kind: Any) -> dict[str, Bounds]:
     """The bounds of the fields of a state's class."""
     try:
         hints = get_type_hints(kind, include_extras=True)

@@ -110,9 +110,9 @@ def load(
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
-    A field that a file cannot hold (a custom ``augment=``) must be given again; source knowledge whose file has moved
-    is given as ``knowledge=``, a calibration as ``calibration=``. ``history``, ``on_event``, ``graphs`` and
-    ``deterministic`` are as for `adapt`: a file holds none.
+    A field that a file cannot hold (a custom ``augment=``) must be given again. So must source knowledge,
+    ``knowledge=``, and a calibration, ``calibration=``: nothing that a file names is opened. ``history``,
+    ``on_event``, ``graphs`` and ``deterministic`` are as for `adapt`: a file holds none.
     """
     saved = states.read(path)
     method = method_from_file(path, saved.method, saved.fields, fields)
