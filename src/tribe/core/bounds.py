@@ -67,7 +67,8 @@ def bounded(
     state: Any, classes: int | None = None, prefix: str = "", outer: Bounds | None = None
 ) -> Iterator[BoundedTensor]:
     """Yield the tensors of a state, named as by `tribe.core.state.leaves`, with their bounds."""
-    declared = _declared(type(state))
+    kind: Any = type(state)
+    declared = _declared(kind)
     for name, value in zip(state._fields, state, strict=True):
         bounds = declared[name].of(state, classes) if name in declared else outer
         if isinstance(value, Tensor):
