@@ -102,9 +102,9 @@ def test_what_killed_writers_left_is_removed(written, clock):
     """Blobs of old generations; those of the current one may be about to be committed."""
     hash_of_cam = blobs(written)[0].name[:32]
     for generation in (1, 2):
-        written._blobs.path(f"{hash_of_cam}-{generation}-9-{'0' * 16}.state").write_bytes(b"left")
+        written._blobs.new_path(f"{hash_of_cam}-{generation}-9-{'0' * 16}.state").write_bytes(b"left")
     (written.folder / "blobs" / "notes.txt").write_text("not ours")
-    stranger = written._blobs.path(f"{'f' * 32}-1-1-{'0' * 16}.state")
+    stranger = written._blobs.new_path(f"{'f' * 32}-1-1-{'0' * 16}.state")
     stranger.parent.mkdir(exist_ok=True)
     stranger.write_bytes(b"of a stream that the ledger does not have")
     clock.time += 10
@@ -113,7 +113,7 @@ def test_what_killed_writers_left_is_removed(written, clock):
     clock.time += 10
     written.release(written.claim("cam", "c", 10))  # generation 3
     assert len(blobs(written)) == 3
-    name = written._blobs.path(f"{hash_of_cam}-1-9-{'0' * 16}.state")
+    name = written._blobs.new_path(f"{hash_of_cam}-1-9-{'0' * 16}.state")
     name.write_bytes(b"left after the claim")
     written.close()
     SqliteStore(written.folder).close()

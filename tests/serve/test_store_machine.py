@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 
 from stores import KINDS, Clock, fast_folder, open_kind
 from tribe.serve.store import Claim, ClockFell, Fenced, Stored, Write, stream_hash
-from tribe.serve.store.sqlite import BLOB, SqliteStore
+from tribe.serve.store.blobs import BLOB
+from tribe.serve.store.sqlite import SqliteStore
 
 STREAMS, OWNERS = st.sampled_from(("gate", "yard:2")), st.sampled_from(("a", "b", "c"))
 LEASES = st.sampled_from((1.0, 5.0, 10.0))
@@ -230,7 +231,7 @@ class StoreMachine(RuleBasedStateMachine):
             if state is not None
         }
         for path in (self.folder / "store" / "blobs").rglob("*.state*"):
-            whose, generation = BLOB.fullmatch(path.name).groups()
+            whose, generation = BLOB.fullmatch(path.name.removesuffix(".new")).groups()
             clock = int(path.name.split("-")[2])
             assert (whose, int(generation), clock) in named or int(generation) == current[whose]
 
@@ -322,7 +323,8 @@ class SweepsTooMuch(SqliteStore):
     def _sweep(self):
         with self._ledger.reading() as ledger:
             named = {name for (name,) in ledger.execute("SELECT blob FROM states")}
-        self._blobs.remove(path.name for path in self._blobs.folder.rglob("*.state") if path.name not in named)
+        self._blobs.remove(file.name for file in self._blobs.files() if file.name not in named)
+        return 0
 
 
 class SweepsNothing(SqliteStore):
@@ -330,10 +332,10 @@ class SweepsNothing(SqliteStore):
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
-        self._blobs.sweep = lambda *_: None
+        self._blobs.sweep = lambda *_: []
 
     def _sweep(self):
-        pass
+        return 0
 
 
 class OldRequests(SqliteStore):

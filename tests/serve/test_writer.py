@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from stores import write
+from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
 from tribe.serve.runtime import Runtime, StreamSession
@@ -140,7 +141,7 @@ async def test_a_state_that_cannot_be_stored_is_reported_once_and_is_tried_again
 
     def to_bytes(name):
         if bad:
-            raise ValueError("it is not finite")
+            raise StateFileError("it is not finite")
         return b"state"
 
     writer = new_writer(store, to_bytes=to_bytes)

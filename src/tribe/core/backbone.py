@@ -36,6 +36,7 @@ from tribe.core.placement import (
     with_memory_format,
 )
 from tribe.core.rules import Frozen, Norm
+from tribe.core.shortage import is_out_of_memory
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
 
@@ -309,6 +310,8 @@ class Backbone(nn.Module):
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a fault of the device, not of the images
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if is_out_of_memory(error):
+                raise
             if NO_VIEW in str(error) and channels_last:
                 self._give_up_channels_last()  # unless another thread has
                 return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)

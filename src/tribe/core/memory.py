@@ -18,7 +18,7 @@ of one shape: it is emptied when the shape of a stream's images changes.
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,10 +27,12 @@ from torch import Tensor
 
 from tribe.core import rng
 from tribe.core.backbone import Backbone
+from tribe.core.bounds import ANY, CLASS, COUNT, NOT_NEGATIVE, Bounds
 from tribe.core.moments import accumulation_dtype
 from tribe.core.rng import Key
 
 ROOM = 3 * 32 * 32  # the default number of values of an image that a memory has room for
+PLACES = Bounds(0, lambda memory: memory.label.shape[1])  # how many of the M places
 DRAWS = 0x4E4F5445  # purpose of the reservoir's random numbers ("NOTE" in ASCII)
 
 
@@ -38,12 +40,12 @@ class Timely(NamedTuple):
     """RoTTA's memory. It stores when an image arrived, so that ages need no update."""
 
     image: Tensor  # (S, M, room), in the network's precision
-    label: Tensor  # (S, M) int64, the class predicted on arrival
-    arrival: Tensor  # (S, M) int64, how many images arrived before
-    uncertainty: Tensor  # (S, M) the entropy of that prediction, float32 at least
-    held: Tensor  # (S,) int64, places taken
-    arrivals: Tensor  # (S,) int64, so far
-    shape: Tensor  # (S,) int64, a number that stands for the images' shape
+    label: Annotated[Tensor, CLASS]  # (S, M) int64, the class predicted on arrival
+    arrival: Annotated[Tensor, COUNT]  # (S, M) int64, how many images arrived before
+    uncertainty: Annotated[Tensor, NOT_NEGATIVE]  # (S, M) the entropy of that prediction, float32 at least
+    held: Annotated[Tensor, PLACES]  # (S,) int64, places taken
+    arrivals: Annotated[Tensor, COUNT]  # (S,) int64, so far
+    shape: Annotated[Tensor, ANY]  # (S,) int64, a number that stands for the images' shape
 
     @property
     def age(self) -> Tensor:
@@ -55,11 +57,11 @@ class Reservoir(NamedTuple):
     """NOTE's memory."""
 
     image: Tensor  # (S, M, room), in the network's precision
-    label: Tensor  # (S, M) int64, the class predicted on arrival
-    predicted: Tensor  # (S, K) int64, how often each class was predicted so far
-    held: Tensor  # (S,) int64, places taken
-    arrivals: Tensor  # (S,) int64, so far
-    shape: Tensor  # (S,) int64, a number that stands for the images' shape
+    label: Annotated[Tensor, CLASS]  # (S, M) int64, the class predicted on arrival
+    predicted: Annotated[Tensor, COUNT]  # (S, K) int64, how often each class was predicted so far
+    held: Annotated[Tensor, PLACES]  # (S,) int64, places taken
+    arrivals: Annotated[Tensor, COUNT]  # (S,) int64, so far
+    shape: Annotated[Tensor, ANY]  # (S,) int64, a number that stands for the images' shape
 
 
 Memory = TypeVar("Memory", Timely, Reservoir)

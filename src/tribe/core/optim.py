@@ -1,10 +1,11 @@
 """Optimisers as pure functions over rows: every stream has its own moments and its own count of steps."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.state import leaves, tree_map
 
 P = TypeVar("P", bound=tuple[Any, ...])  # a (nested) named tuple of parameters, (S, ...) each
@@ -14,8 +15,8 @@ class Adam(NamedTuple):
     """The moments of past gradients (Kingma & Ba, ICLR 2015)."""
 
     first: Any  # like the parameters, (S, ...) each: moving mean of the gradients
-    second: Any  # moving mean of their squares
-    steps: Tensor  # (S,) int64, taken so far
+    second: Annotated[Any, NOT_NEGATIVE]  # moving mean of their squares
+    steps: Annotated[Tensor, COUNT]  # (S,) int64, taken so far
 
 
 def adam_init(params: Any) -> Adam:

@@ -13,24 +13,26 @@ classes. The random numbers depend on the class and on how often it was seen, an
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tribe.core.bounds import Bounds
 from tribe.core.kernels import random_numbers
 from tribe.core.rng import Key
 from tribe.core.state import Stats
 
 MOST = 127  # the largest code
+CODE = Bounds(-MOST, MOST)
 ROUNDING = 0x8B17  # purpose of the random numbers
 
 
 class PackedStats(NamedTuple):
     """Class statistics of all layers, or of one (N = 1)."""
 
-    mean: Tensor  # (R, K, C) int8, codes
-    var: Tensor  # (R, K, C) int8
+    mean: Annotated[Tensor, CODE]  # (R, K, C) int8, codes
+    var: Annotated[Tensor, CODE]  # (R, K, C) int8
     shared: Tensor  # (R, 3, C): the mean and the variance that all classes share, and the unit
     scale: Tensor  # (R, 3 K, N) for N layers: of the means, of the variances, and how often a class was seen
 

@@ -13,10 +13,12 @@ True
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tribe.core.bounds import ANY, COUNT
 
 ROUNDS = 10
 MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
@@ -27,8 +29,8 @@ WORD = 0xFFFFFFFF
 class Key(NamedTuple):
     """Seed and clock of each stream: all that a draw depends on, apart from its purpose."""
 
-    seed: Tensor  # (S,) int64, any value
-    clock: Tensor  # (S,) int64, any value; it counts the steps
+    seed: Annotated[Tensor, ANY]  # (S,) int64, any value
+    clock: Annotated[Tensor, COUNT]  # (S,) int64; it counts the steps
 
 
 def bits(key: Key, purpose: int, n: int) -> Tensor:

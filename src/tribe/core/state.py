@@ -12,10 +12,12 @@ few functions below clone, save, slice by stream, compare and hash the state of 
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from tribe.core.bounds import COUNT
 
 T = TypeVar("T", bound=tuple[Any, ...])  # a (nested) named tuple of tensors
 
@@ -61,8 +63,8 @@ class Stats(NamedTuple):
 class Info(NamedTuple):
     """Report on a stream's last step. It is part of the state, so that monitoring needs no second pass."""
 
-    images: Tensor  # (S,) int64, images learned from so far
-    skipped: Tensor  # (S,) int64, images so far that were bad, or whose output was not finite, and changed nothing
+    images: Annotated[Tensor, COUNT]  # (S,) int64, images learned from so far
+    skipped: Annotated[Tensor, COUNT]  # (S,) int64, images that were bad, or whose output was not finite: no change
     trusted: Tensor  # (S,) share of the last batch that was trusted; 1 if the method does not choose or learn
     entropy: Tensor  # (S,) mean entropy of the last batch's predictions, as a share of log K
     distance: Tensor  # (S,) how far the affine parameters have moved, relative to the norm of the source's

@@ -32,7 +32,7 @@ from tribe.experiments.experiment import COMPONENTS, Experiment
 from tribe.experiments.provenance import file_digest
 from tribe.experiments.record import Record
 from tribe.io import json_files
-from tribe.io.files import exclusive
+from tribe.io.files import exclusive, open_plain
 
 PACK = ".jsonl"
 CHECKPOINT = "checkpoint.safetensors"
@@ -200,7 +200,7 @@ class ResultStore:
             record.save(record_path(result.folder, seed), outputs=record.outputs is not None)
         self.root.mkdir(parents=True, exist_ok=True)
         path = self.root / pack_name(experiment)
-        with exclusive(self.root / ".lock", wait=True), path.open("ab+") as file:
+        with exclusive(self.root / ".lock", wait=True), open(path, "ab+", opener=open_plain) as file:
             end = file.seek(0, os.SEEK_END)
             torn = end > 0 and (file.seek(end - 1), file.read(1))[1] != b"\n"
             lines = [encode(experiment, seed, stream) for seed, stream in result.streams.items()]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tribe.core import kernels
+from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.kernels import filtering
 from tribe.fields import NotNegative, Range, check_fields, is_number, require
 from tribe.filters import Filtered, FilterInfo, TimeFilter, bounded, informative, register
@@ -46,14 +47,14 @@ Below1 = Annotated[float, Range(below=1)]
 class MarkovState(NamedTuple):
     """The belief of each of M temperatures about each stream."""
 
-    belief: Tensor  # (S, M, K), p
-    marginal: Tensor  # (S, M, K), pi
-    weight: Tensor  # (S, M), w
+    belief: Annotated[Tensor, NOT_NEGATIVE]  # (S, M, K), p
+    marginal: Annotated[Tensor, NOT_NEGATIVE]  # (S, M, K), pi
+    weight: Annotated[Tensor, NOT_NEGATIVE]  # (S, M), w
     rate: Tensor  # (S, M), rho
     recent: Tensor  # (S, M), how well about the last hundred images were predicted, which chooses the temperature
     evidence: Tensor  # (S, M), which turns the filter on and off
     confidence: Tensor  # (S, M), the mean likelihood of the likeliest class, over the last images
-    images: Tensor  # (S,) int64, images so far
+    images: Annotated[Tensor, COUNT]  # (S,) int64, images so far
 
 
 class Scanned(NamedTuple):

@@ -17,11 +17,12 @@ A stream may show one class for a thousand images, so one class alone is not a s
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tribe.core.bounds import COUNT, MOST, NOT_NEGATIVE, Bounds
 from tribe.core.losses import entropy
 from tribe.health.frames import FrameRules, FrameState, Verdict, judge, start_frames
 from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
@@ -54,16 +55,21 @@ class CollapseRules:
     evidence: float = 12.0  # images without any order; TRIBE reaches 6 (8 with few source predictions), BN and TENT 10
 
 
+BURST = Bounds(-1, MOST, classes=True)  # a class, or none
+
+
 class CollapseState(NamedTuple):
     """Histograms of predictions over windows of several lengths, and sums."""
 
-    shares: Tensor  # (S, 5, K) exponential means times `weight`
-    weight: Tensor  # (S, 5) how full each window is
-    steps: Tensor  # (S,) int64
+    shares: Annotated[Tensor, NOT_NEGATIVE]  # (S, 5, K) exponential means times `weight`
+    weight: Annotated[Tensor, NOT_NEGATIVE]  # (S, 5) how full each window is
+    steps: Annotated[Tensor, COUNT]  # (S,) int64
     evidence: Tensor  # (S,) of scatter, in images
-    length: Tensor  # (S,) int64, images since there was no evidence
-    burst: Tensor  # (S,) int64, the class of the source's last burst; -1: none
-    changed: Tensor  # (S,) int64, images since the source's bursts changed their class; FAR: never, or long ago
+    length: Annotated[Tensor, COUNT]  # (S,) int64, images since there was no evidence
+    burst: Annotated[Tensor, BURST]  # (S,) int64, the class of the source's last burst; -1: none
+    changed: Annotated[
+        Tensor, COUNT
+    ]  # (S,) int64, images since the source's bursts changed class; FAR: never, or long ago
 
 
 class Signs(NamedTuple):
@@ -92,13 +98,13 @@ class AlarmState(NamedTuple):
     frames: FrameState
     martingale: MartingaleState
     collapse: CollapseState
-    images: Tensor  # (S,) int64, images seen
-    faults: Tensor  # (S, 7) share of the last frames that show each fault
-    first: Tensor  # (S, 7) int64, after how many images each fault began
+    images: Annotated[Tensor, COUNT]  # (S,) int64, images seen
+    faults: Annotated[Tensor, NOT_NEGATIVE]  # (S, 7) share of the last frames that show each fault
+    first: Annotated[Tensor, COUNT]  # (S, 7) int64, after how many images each fault began
     on: Tensor  # (S, n) bool, which alarms are on
-    times: Tensor  # (S, n) int64, how often each alarm began
-    image: Tensor  # (S, n) int64, images seen when it last began
-    since: Tensor  # (S, n) int64, after how many images its cause began
+    times: Annotated[Tensor, COUNT]  # (S, n) int64, how often each alarm began
+    image: Annotated[Tensor, COUNT]  # (S, n) int64, images seen when it last began
+    since: Annotated[Tensor, COUNT]  # (S, n) int64, after how many images its cause began
     numbers: Tensor  # (S, n, 2) what `read` says of it
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
+from tribe.core.bounds import CLASS, COUNT
 from tribe.core.losses import probabilities
 from tribe.fields import Positive, Range, Share, check_fields
 from tribe.health.changes import DEPTHS
@@ -49,7 +50,7 @@ class Images(NamedTuple):
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
-    predicted: Tensor  # the class; it says how many classes a window shows, and how often they change
+    predicted: Annotated[Tensor, CLASS]  # the class; it says how many classes a window shows, and how often they change
 
 
 def window_features(images: Images, filled: Tensor, classes: int) -> Features:
@@ -194,7 +195,7 @@ class EstimateState(NamedTuple):
     """The last W images of S streams in rings, and sums over the streams."""
 
     rings: Images  # (S, W + 1); the last place is written by images that do not count, and never read
-    images: Tensor  # (S,) int64, valid images so far
+    images: Annotated[Tensor, COUNT]  # (S,) int64, valid images so far
     total: Tensor  # (S,) float64, the sum of the estimates of all windows that have ended
 
 

@@ -6,11 +6,13 @@ sets of the paper. `judge` is a pure function over rows with a state of fixed si
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tribe.core.bounds import COUNT
 
 GRID = 8  # rows and columns of the small picture that a state keeps of the last frame
 LEAST = 8  # pixels on a side that an image needs for the tests of noise and blur
@@ -57,7 +59,8 @@ class FrameState(NamedTuple):
     """The last frame of every stream."""
 
     last: Tensor  # (S, 66) the picture in 8 x 8 blocks, the standard deviation of grey, and sharpness
-    runs: Tensor  # (S, 5) int64, how many frames in a row are white, flat, noise, blurred and equal to the one before
+    # (S, 5) int64, how many frames in a row are white, flat, noise, blurred and equal to the one before
+    runs: Annotated[Tensor, COUNT]
 
     @property
     def grey(self) -> Tensor:

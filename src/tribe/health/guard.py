@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tribe.core import optim
 from tribe.core.backbone import Backbone
+from tribe.core.bounds import COUNT
 from tribe.core.graphs import SideStream
 from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Info, Stats, clone, copy_like, per_stream, select_joined
@@ -51,9 +52,9 @@ class GuardState(NamedTuple):
     """The state of a guard."""
 
     watch: WatchState
-    held: Tensor  # (S,) int64, images that the method did not learn from
-    returned: Tensor  # (S,) int64, how often a stream returned to its last good state
-    kept: Tensor  # (S,) int64, how many images had come when `good` was kept
+    held: Annotated[Tensor, COUNT]  # (S,) int64, images that the method did not learn from
+    returned: Annotated[Tensor, COUNT]  # (S,) int64, how often a stream returned to its last good state
+    kept: Annotated[Tensor, COUNT]  # (S,) int64, how many images had come when `good` was kept
     good: Any  # the last good state of the method; `EmptyState` if none is kept
 
 

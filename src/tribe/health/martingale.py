@@ -12,10 +12,12 @@ false alarms come at most once in 1 / alpha images on average (Shin, Ramdas and 
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tribe.core.bounds import COUNT, NOT_NEGATIVE
 
 LEVELS = 64  # quantiles kept for each class
 MIN_IMAGES_PER_CLASS = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
@@ -36,10 +38,10 @@ class MartingaleState(NamedTuple):
 
     log_wealth: Tensor  # (S, 2) at least 0 before a batch
     bet: Tensor  # (S, 2)
-    scale: Tensor  # (S, 2) squared gradients, discounted
-    since: Tensor  # (S, 2) int64, the image after which an e-process last restarted
+    scale: Annotated[Tensor, NOT_NEGATIVE]  # (S, 2) squared gradients, discounted
+    since: Annotated[Tensor, COUNT]  # (S, 2) int64, the image after which an e-process last restarted
     mean: Tensor  # (S,) mean rank of about the last `window` images, times `weight`
-    weight: Tensor  # (S,) how full the window is, at most 1
+    weight: Annotated[Tensor, NOT_NEGATIVE]  # (S,) how full the window is, at most 1
     changed: Tensor  # (S,) bool, from an alarm until the mean rank is normal again
 
 

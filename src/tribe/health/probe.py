@@ -9,12 +9,13 @@ changed; where much has changed, statistics are what helps most.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
+from tribe.core.bounds import NOT_NEGATIVE
 from tribe.core.rules import Frozen, pool_batch
 from tribe.core.state import Stats
 from tribe.core.validation import good_images
@@ -49,8 +50,8 @@ class ShiftState(NamedTuple):
     """The statistics of the last probes of each stream: exponential means times `weight`."""
 
     mean: Tensor  # (S, C)
-    square: Tensor  # (S, C) of the values, not of their distance from the mean
-    weight: Tensor  # (S,) 0 before the first image, then up to 1
+    square: Annotated[Tensor, NOT_NEGATIVE]  # (S, C) of the values, not of their distance from the mean
+    weight: Annotated[Tensor, NOT_NEGATIVE]  # (S,) 0 before the first image, then up to 1
 
 
 class Answers(NamedTuple):

@@ -4,12 +4,13 @@ A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a met
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
+from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.state import tree_map
 from tribe.health.alarms import Alarms, AlarmState
 from tribe.health.calibration import Calibration
@@ -27,8 +28,8 @@ class WatchState(NamedTuple):
 
     alarms: AlarmState
     estimate: EstimateState
-    predicted: Tensor  # (S, K) int64, how often each class was predicted
-    agreement: Tensor  # (S, 2) discounted: predictions of the source that agree, and all of them
+    predicted: Annotated[Tensor, COUNT]  # (S, K) int64, how often each class was predicted
+    agreement: Annotated[Tensor, NOT_NEGATIVE]  # (S, 2) discounted: predictions of the source that agree, and all
     shift: ShiftState  # the statistics of the images that the source predicted
     recent: Tensor  # (S, 3) discounted: entropies and trusted shares that the method reported, and images
 

@@ -92,6 +92,7 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
     A pipe or a device, such as /dev/null, is written to directly.
     """
     with explain_failure(path, len(data)):
+        refuse_foreign_link(path)
         if _is_special(Path(path)):
             Path(path).write_bytes(data)
             return
@@ -126,6 +127,7 @@ def write_new(files: Mapping[Path, bytes]) -> None:
 
 def check_file(path: str | PathLike[str]) -> None:
     """Raise OSError if a file cannot be written: call it before the work that the file is for."""
+    refuse_foreign_link(path)
     if not _is_special(Path(path)):
         check_folder(_target(path).parent)
 
@@ -139,7 +141,8 @@ def check_folder(folder: str | PathLike[str]) -> None:
     probe = nearest / f".probe.{secrets.token_hex(8)}.tmp"
     with explain_failure(f"a file in {nearest}"):
         try:
-            probe.write_bytes(bytes(4096))  # a full disk has no room for a block
+            with probe.open("xb") as file:
+                file.write(bytes(4096))  # a full disk has no room for a block
         finally:
             probe.unlink(missing_ok=True)
 
@@ -165,9 +168,26 @@ def _sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def refuse_foreign_link(path: str | PathLike[str]) -> None:
+    """Raise `CannotWrite` for a symbolic link that another user may have made: it could lead to any file."""
+    if os.path.islink(path) and hasattr(os, "geteuid"):
+        shared = os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH
+        if shared or os.lstat(path).st_uid not in (0, os.geteuid()):
+            raise CannotWrite(f"{path} is a symbolic link that another user may have made: name the file behind it")
+
+
+def open_plain(path: str | PathLike[str], flags: int) -> int:
+    """Open a file, and refuse a symbolic link; an ``opener`` of `open`."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
 def _target(path: str | PathLike[str]) -> Path:
-    """Return the file that a path names, through symbolic links: a link stays, and the file behind it is replaced."""
-    target = Path(os.path.realpath(path))
+    """Return the file that a path names, through a symbolic link: the link stays, and the file behind it is replaced.
+
+    A path that is no link is replaced itself, also if it becomes one meanwhile.
+    """
+    parent, name = os.path.split(os.path.abspath(path))
+    target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(os.path.realpath(parent), name)
     if target.is_dir():
         raise IsADirectoryError(f"{path} is a folder; expected the path of a file")
     if not target.parent.is_dir():

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tribe.core.backbone import Backbone
-from tribe.core.state import per_stream
+from tribe.core.bounds import out_of_bounds
+from tribe.core.state import copy_like, leaves, per_stream, rebuild
 from tribe.io import tensors as tensor_file
 from tribe.io.files import write_atomically
 from tribe.io.tensors import Kind, TensorFileError
@@ -99,11 +100,20 @@ def check_fingerprint(path: str | PathLike[str], fingerprint: str, net: Backbone
         )
 
 
-def check_tensors(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    """Raise if a state is not finite, or if its tensors are not those of the method."""
-    tensor_file.check_like(path, STATE, "this method's state", tensors, like)
+def state_from(path: str | PathLike[str], tensors: Mapping[str, Tensor], like: Any, classes: int | None) -> Any:
+    """Return the state in a file, as a copy with the device and precision of another state of its method.
+
+    Raise if its tensors are not those of the method, or if a number is not finite or outside its bounds
+    (`tribe.core.bounds`); ``classes`` is how many the network has, if that is known.
+    """
+    tensor_file.check_like(path, STATE, "this method's state", tensors, leaves(like))
     if names := not_finite(tensors):
         raise StateFileError(
             f"{path} holds a state that is not finite ({', '.join(names[:4])}), which can predict nothing. Use an "
             "earlier file, or start anew with tribe.adapt"
         )
+    state = rebuild(like, tensors)
+    if (wrong := out_of_bounds(state, classes)) is not None:
+        name, number, bounds = wrong
+        raise StateFileError(f"{path}: {name} holds {number:,.20g}; expected {bounds}. {STATE.advice}")
+    return copy_like(state, like)

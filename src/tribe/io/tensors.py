@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from tribe._version import __version__
+from tribe.core.shortage import is_out_of_memory
 from tribe.core.state import hash_tensors
 from tribe.io import json_files
 from tribe.io.files import write_atomically
@@ -90,6 +91,8 @@ def read_safetensors(path: str | PathLike[str]) -> tuple[dict[str, str], dict[st
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except FAULTS as error:
+        if is_out_of_memory(error):  # no damage
+            raise
         raise ValueError(str(error).splitlines()[0]) from error
     _check_dtypes(tensors)
     return metadata, tensors
@@ -114,6 +117,8 @@ def _from_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
         tensors = load(data)
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])  # the library has checked it
     except FAULTS as error:
+        if is_out_of_memory(error):  # no damage
+            raise
         raise ValueError(str(error).splitlines()[0]) from error
     _check_dtypes(tensors)
     return header.get("__metadata__") or {}, tensors

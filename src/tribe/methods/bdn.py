@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tribe.core import losses
+from tribe.core.bounds import Bounds
 from tribe.core.moments import observe
 from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.core.state import Info, Stats
@@ -35,12 +36,15 @@ PUBLISHED = {
 }
 
 
+DOMAINS = Bounds(1, lambda state: len(state.domains.mean) // len(state.known))  # how many of the D domains
+
+
 class BdnState(NamedTuple):
     """Statistics of all images and of each domain."""
 
     stats: Stats  # (S, K, C)
     domains: Stats  # (D S, K, C), a row for each domain of a stream
-    known: Tensor  # (S,) int64, domains so far, and the next one: 2 at first
+    known: Annotated[Tensor, DOMAINS]  # (S,) int64, domains so far, and the next one: 2 at first
     key: Key
     info: Info
 

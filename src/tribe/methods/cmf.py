@@ -10,12 +10,13 @@ Prediction, loss and step are ROID's, see `tribe.methods.roid`. Then, with the v
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core import optim
+from tribe.core.bounds import NOT_NEGATIVE
 from tribe.core.state import tree_map
 from tribe.fields import NotNegative, Share
 from tribe.methods import Affine, Backbone, Info, Key, register
@@ -31,7 +32,7 @@ class CmfState(NamedTuple):
     adam: optim.Adam  # with SGD its first moment is the velocity
     mean: Tensor  # (S, K) moving mean of the predictions, uniform at first
     hidden: Affine  # (S, C), the source's at first
-    variance: Tensor  # (S,) v, 0 at first
+    variance: Annotated[Tensor, NOT_NEGATIVE]  # (S,) v, 0 at first
     key: Key
     info: Info
 

@@ -12,11 +12,12 @@ gradient of a single batch may move the parameters far. Per batch:
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from tribe.core import memory, optim
+from tribe.core.bounds import COUNT
 from tribe.core.memory import Reservoir
 from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import Count, NotNegative, Share
@@ -33,7 +34,7 @@ class SottaState(NamedTuple):
     stats: Stats  # (S, 1, C)
     adam: optim.Adam
     memory: Reservoir
-    seen: Tensor  # (S,) int64, images so far, those that the memory refused included
+    seen: Annotated[Tensor, COUNT]  # (S,) int64, images so far, those that the memory refused included
     key: Key
     info: Info
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tribe.core import all_weights, losses, optim
 from tribe.core.all_weights import Parameters, WeightLayout
 from tribe.core.backbone import Output
+from tribe.core.bounds import COUNT
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import Affine, Info, tree_map
 from tribe.fields import Count, NotNegative, Positive, Range, Share
@@ -34,7 +35,7 @@ class Gaussians(NamedTuple):
 
     mean: Tensor  # (S, K, F)
     cov: Tensor  # (S, K, F, F)
-    seen: Tensor  # (S, K) int64
+    seen: Annotated[Tensor, COUNT]  # (S, K) int64
 
 
 class TtacState(NamedTuple):

@@ -48,7 +48,7 @@ def _build(cls: type[Norm], text: str, classes: int) -> Norm:
     try:
         call: Any = ast.parse(f"rule{split_text(text)[1] or '()'}", mode="eval").body
         fields = {field.arg: ast.literal_eval(field.value) for field in call.keywords}
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: Python's parser, of deep nesting
         call = None
     if call is None or call.args:
         raise ValueError(f"the fields of {text!r} cannot be read: expected plain values, such as robust(alpha=0.01)")

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tribe.core.shortage import is_out_of_memory
 from tribe.serve import errors, plain, protocol
 from tribe.serve.decoding import PIECE, Decoders, Unpacker
 from tribe.serve.edge import EarlyAnswers
@@ -104,7 +105,12 @@ def _routes(handlers: "Handlers") -> list[Route]:
     def route(method: str, path: str, handler: Handler, public: bool = False) -> Route:
         async def answer(request: Request) -> Response:
             handlers.check(request, public)
-            response = await handler(request)
+            try:
+                response = await handler(request)
+            except RuntimeError as error:  # torch has no type of its own for a lack of memory
+                if is_out_of_memory(error):
+                    raise errors.as_serve_error(error) from error
+                raise
             handlers.responses.labels(response.status_code).inc()
             return response
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
-from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream
-from tribe.serve.runtime import StreamSession, read_reports
+from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
+from tribe.serve.runtime import StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, read_intact
 from tribe.serve.store import StoreDown
@@ -64,7 +64,7 @@ class Controls:
         try:
             return await asyncio.shield(self.runtime.start(change))
         except StoreDown as error:
-            raise Unavailable(f"the store fails: {error}", self.policy.retry_most) from error
+            raise Unavailable(str(as_serve_error(error)), self.policy.retry_most) from error
 
     async def _owned(self, stream: str) -> StreamSession:
         """Return a stream that is here or in the store, and that this worker owns; none is made."""
@@ -106,6 +106,7 @@ class Controls:
     async def _set_frozen(self, stream: str, frozen: bool) -> Description:
         session = await self._owned(stream)
         async with self.runtime.hold(stream):
+            self.sessions.check_still_here(session)
             await self._change(session, lambda: (self.fleet.freeze if frozen else self.fleet.unfreeze)(stream))
         kind, words = ("frozen", "it only predicts") if frozen else ("unfrozen", "it learns again")
         self.runtime.events.add(kind, words, stream)
@@ -114,6 +115,7 @@ class Controls:
     async def _snapshot(self, stream: str) -> Description:
         session = await self._owned(stream)
         async with self.runtime.hold(stream):
+            self.sessions.check_still_here(session)
             state = await self.runtime.run("states", lambda: self.fleet.snapshot(stream))
             session.snapshots.append(SessionSnapshot(session.clock, state, tuple(session.recent)))
             del session.snapshots[: -self.policy.snapshots]
@@ -168,7 +170,7 @@ class Controls:
 
         def change_and_report() -> dict[str, Any]:
             change()
-            return read_reports(self.fleet, [session.name])[session.name]
+            return self.runtime.after_commit.reports(self.fleet, [session.name])[session.name]
 
         report = await self.runtime.run("states", change_and_report)
         session.note_report(report, changed=self.runtime.clock())

@@ -1,18 +1,27 @@
-"""The errors of a server, as clients get them; docs/serving.md lists them with their docstrings."""
+"""The errors of a server, as clients get them; docs/serving.md lists them with their docstrings.
 
+Clients get no paths of the server, no names of streams but those that they name, and nothing of other owners. The log
+has the rest: of the store's errors, once in a while.
+"""
+
+import logging
 import math
+import time
 from collections.abc import Mapping
 from typing import ClassVar
 
 import msgspec
 import torch
 
+from tribe.core.shortage import is_out_of_memory
+from tribe.fields import printable
 from tribe.io.states import StateFileError
-from tribe.serve.store import StoreDamaged, StoreDown
+from tribe.serve.store import Fenced, StoreDamaged, StoreDown
 from tribe.streams import UnknownStream as UnknownStream
 from tribe.streams.names import WrongName
 
 FULL_AGAIN = 60.0  # seconds after which another stream may be opened, if none is deleted before
+log = logging.getLogger("tribe.serve")
 
 
 class ServeError(Exception):
@@ -112,18 +121,23 @@ class NotStored(Conflict):
     """The state of the stream cannot be stored, for example because a number in it is not finite."""
 
 
+NO_MEMORY = "the server has not enough memory for this request; try again, or send fewer images"
 ANSWERS: dict[type[Exception], tuple[type[ServeError], str]] = {  # for clients, with the text of the error
     UnknownStream: (NotFound, "{}"),
     WrongName: (BadRequest, "{}"),
     StateFileError: (Conflict, "{}"),
-    StoreDown: (Unavailable, "{}"),
-    StoreDamaged: (ServeError, "{}"),
+    StoreDown: (Unavailable, "the store of the streams cannot be reached or written; try again"),
+    StoreDamaged: (ServeError, "the stored states of the stream are damaged; the server's log says more"),
+    Fenced: (NotOwner, "another worker has claimed the stream at this moment; nothing was changed. Try again"),
     msgspec.MsgspecError: (
         BadRequest,
         "the JSON or the query of the request cannot be read: {}. See the section Protocol of docs/serving.md",
     ),
-    torch.OutOfMemoryError: (Unavailable, "not enough memory for this request: {}. Send fewer images"),
+    MemoryError: (Unavailable, NO_MEMORY),
+    torch.OutOfMemoryError: (Unavailable, NO_MEMORY),
 }
+LOGGED = (StoreDown, StoreDamaged)  # whose text is for operators
+LOG_EVERY = 10.0  # seconds between two lines of the log about errors of one type
 # A ValueError or an OSError of another type is a mistake in the server.
 EXPECTED: tuple[type[Exception], ...] = (ServeError, *ANSWERS)
 
@@ -132,7 +146,22 @@ def as_serve_error(error: Exception) -> ServeError:
     """Return an error as clients get it; others than `EXPECTED` say nothing."""
     if isinstance(error, ServeError):
         return error
+    if is_out_of_memory(error):
+        _log_rarely(error)
+        return Unavailable(NO_MEMORY)
     for expected, (answer, words) in ANSWERS.items():
         if isinstance(error, expected):
-            return answer(words.format(error))
+            if isinstance(error, LOGGED):
+                _log_rarely(error)
+            return answer(words.format(getattr(error, "public", error)))
     return ServeError("an unexpected error in the server; its log says more")
+
+
+_logged: dict[type[Exception], float] = {}
+
+
+def _log_rarely(error: Exception) -> None:
+    now = time.monotonic()
+    if now >= _logged.get(type(error), 0.0):
+        _logged[type(error)] = now + LOG_EVERY
+        log.error("%s: %s", type(error).__name__, printable(str(error)[:2000]))

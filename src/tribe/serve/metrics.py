@@ -155,16 +155,26 @@ class Events:
         self._closed = False
 
     def add(
-        self, kind: str, words: str, stream: str | None = None, level: int = logging.INFO, **numbers: float
+        self,
+        kind: str,
+        words: str,
+        stream: str | None = None,
+        level: int = logging.INFO,
+        error: object = None,
+        **numbers: float,
     ) -> None:
-        """Add an event to the log, send it to every subscriber, and log it with its parts as attributes."""
+        """Add an event to the log, send it to every subscriber, and log it with its parts as attributes.
+
+        ``error`` is for the server's log alone: it may tell what clients should not know.
+        """
         event = ServeEvent(time.time(), stream, kind, words, numbers)
         self.kept.append(event)
         for queue, arrived in self._subscribers:
             queue.append(event)  # a subscriber that is too slow loses its oldest
             arrived.set()
         extra: dict[str, Any] = {"stream": stream, "kind": kind, "numbers": numbers}
-        log.log(level, "%s%s", f"{printable(stream)}: " if stream is not None else "", words, extra=extra)
+        whose, why = f"{printable(stream)}: " if stream is not None else "", "" if error is None else f" ({error})"
+        log.log(level, "%s%s%s", whose, words, printable(why), extra=extra)
 
     def close(self) -> None:
         """End all subscriptions."""

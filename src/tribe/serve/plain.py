@@ -140,6 +140,8 @@ def _read_npy(body: bytearray) -> Tensor:
         if version != (1, 0):
             raise ValueError(f"the version is {version}; expected (1, 0), as np.save writes")
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+    except MemoryError:
+        raise
     except Exception as error:  # damaged bytes make numpy's parser fail in any way
         reason = str(error) or type(error).__name__
         raise BadInput(f"the body is not an npy array that can be read: {reason[:200]}") from None

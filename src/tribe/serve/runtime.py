@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
+from tribe.fields import printable
 from tribe.serve.config import Policy
 from tribe.serve.jobs import BatchTimes
 from tribe.serve.metrics import Events, Metrics
@@ -21,6 +22,7 @@ Role = Literal["owned", "followed", "unreachable"]
 Mark = tuple[int, int, float | None]  # generation, clock and time of a stored state, which identify it
 Thread = Literal["step", "predict", "claims", "lookups", "states", "writer"]
 log = logging.getLogger("tribe.serve")
+MOST_FAILING = 1000  # streams whose reports fail, which are remembered
 
 
 HEALTH = {  # name in answers and descriptions -> field of `tribe.health.Health`
@@ -109,6 +111,7 @@ class Runtime:
     def __post_init__(self) -> None:
         self.events, self.metrics = Events(self.policy.events), Metrics(self.model)
         self.scheduler = Scheduler(self.policy, BatchTimes())
+        self.after_commit = AfterCommit()
         self.on_progress: Callable[[], None] = lambda: None  # called when a stream is free again
         self.threads = {name: ThreadPoolExecutor(1, f"tribe-{name}") for name in get_args(Thread)}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -157,6 +160,49 @@ class Runtime:
         for thread in self.threads.values():
             thread.shutdown(wait=True)
         self.events.close()
+
+
+class AfterCommit:
+    """Run what follows a committed step: an error in it is no error of the request.
+
+    It is logged once for a stream, and again after it was all right, so that a stream that fails in every step does not
+    fill the log.
+    """
+
+    def __init__(self) -> None:
+        self._failing: dict[tuple[str, str], None] = {}
+
+    @contextlib.contextmanager
+    def isolated(self, what: str, stream: str) -> Iterator[None]:
+        """Log an error of the block; ``what`` is its work in words."""
+        try:
+            yield
+        except Exception:
+            if (what, stream) not in self._failing:
+                self._failing[what, stream] = None
+                while len(self._failing) > MOST_FAILING:
+                    del self._failing[next(iter(self._failing))]
+                log.exception("stream %r was stepped, and %s failed", printable(stream), what)
+        else:
+            self._failing.pop((what, stream), None)
+
+    def reports(self, fleet: Fleet, names: Iterable[str], look: bool = False) -> dict[str, dict[str, Any]]:
+        """Return what streams report, after their alarms were read; only the steps where that fails."""
+        wanted = list(names)
+
+        def read(some: list[str]) -> dict[str, dict[str, Any]]:
+            if look:
+                fleet.look(some)
+            return read_reports(fleet, some)
+
+        with contextlib.suppress(Exception):
+            return read(wanted)
+        reports: dict[str, dict[str, Any]] = {}
+        for name in wanted:
+            reports[name] = {"steps": fleet.clock(name)}
+            with self.isolated("its report", name):
+                reports |= read([name])
+        return reports
 
 
 def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:

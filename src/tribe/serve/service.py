@@ -148,7 +148,8 @@ class Service:
                 words = "stream %r was not released after its last request, and stays until it is idle: %s"
                 log.warning(words, stream, error)
         elif stream is not None and self.thumbnails.limit:
-            self.thumbnails.update_from(stream, images)
+            with self.worker.runtime.after_commit.isolated("its thumbnail", stream):
+                self.thumbnails.update_from(stream, images)
         return result
 
     def tokens(self, users: Iterable[Principal], held: Tally) -> list[dict[str, Any]]:

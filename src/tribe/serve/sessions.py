@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
-from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream
+from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
 from tribe.serve.fairness import fits_share
-from tribe.serve.runtime import Mark, Runtime, StreamSession, read_reports
+from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
-from tribe.streams import Fleet
 
 TOGETHER = 64  # most streams that are held at the same time
 
@@ -98,8 +97,9 @@ def read_intact(store: StreamStore, stream: str) -> tuple[Stored | None, str | N
     raise StoreDamaged(str(damage)) from damage
 
 
-def _install(fleet: Fleet, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
+def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
     """Put a stored state into the fleet, or a new one, and return its report; ``keep``: unless there is one."""
+    fleet = runtime.fleet
     if blob is not None:
         fleet.from_bytes(name, blob)
     else:
@@ -107,7 +107,7 @@ def _install(fleet: Fleet, name: str, blob: bytes | None = None, keep: bool = Fa
             fleet.drop(name)
         if name not in fleet:
             fleet.add(name)
-    return read_reports(fleet, [name])[name]
+    return runtime.after_commit.reports(fleet, [name])[name]
 
 
 class Sessions:
@@ -182,7 +182,7 @@ class Sessions:
             return session
         if writer is None:
             session.role, session.loaded = "owned", True
-            session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, keep=True)))
+            session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, keep=True)))
             self.runtime.events.add("opened", "a new stream", name)
         else:
             owner, lease = self.runtime.owner, self.policy.lease
@@ -207,11 +207,12 @@ class Sessions:
         """Bring the fleet and the session to the store's answer."""
         name, claim, stored = session.name, found.claim, found.stored
         if found.damage is not None:
-            self.runtime.events.add("damaged", f"{found.damage} The state before it is used", name, logging.ERROR)
+            words = "its last stored state is damaged. The state before it is used"
+            self.runtime.events.add("damaged", words, name, logging.ERROR, found.damage)
         if stored is not None or claim is not None:
             blob = None if stored is None else stored.blob
             try:
-                session.note_report(await self.runtime.run("states", partial(_install, self.fleet, name, blob)))
+                session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, blob)))
             except StateFileError as error:
                 if claim is not None and self.store is not None:
                     await self.runtime.run("claims", partial(self.store.release, claim))
@@ -284,7 +285,7 @@ class Sessions:
         """Drop a stream that is held; its waiting requests are placed again."""
         if self.by_name.get(session.name) is session:
             del self.by_name[session.name]
-            if session.loaded:
+            if session.loaded and session.name in self.fleet:
                 await self.runtime.run("states", lambda: self.fleet.drop(session.name))
         self._on_closed(session.name)
 
@@ -338,7 +339,7 @@ class Sessions:
     async def delete(self, session: StreamSession) -> None:
         """Delete the stored states of an owned stream, and forget it."""
         async with self.runtime.hold(session.name):
-            claim, store = self._check_still_here(session), self.store
+            claim, store = self.check_still_here(session), self.store
             with self._suspend_learning_on_error(session):
                 session.lost()
                 if claim is not None and store is not None:
@@ -363,7 +364,7 @@ class Sessions:
 
         Call it while the stream is held, with everything stored.
         """
-        claim, store = self._check_still_here(session), self.store
+        claim, store = self.check_still_here(session), self.store
         if claim is None or store is None:
             return
 
@@ -380,7 +381,7 @@ class Sessions:
                 )
         session.renewed(new, asked, self.policy.lease, self.policy.margin)
 
-    def _check_still_here(self, session: StreamSession) -> Claim | None:
+    def check_still_here(self, session: StreamSession) -> Claim | None:
         """Return the claim of a stream that is held; refuse one that was released or lost before it was held."""
         if self.by_name.get(session.name) is not session or (session.claim is None and self.store is not None):
             raise NotOwner(
@@ -483,9 +484,10 @@ class Writer:
     def _report_failure(self, session: StreamSession, error: BaseException) -> None:
         """Note that a state cannot be stored for a reason of its own, such as a number that is not finite."""
         self.runtime.metrics.store_errors.inc()
-        reported, session.unstorable = session.unstorable is not None, str(error)
+        why = str(as_serve_error(error)) if isinstance(error, Exception) else type(error).__name__
+        reported, session.unstorable = session.unstorable is not None, why
         if not reported:
-            self.runtime.events.add("not-stored", f"it cannot be stored: {error}", session.name, logging.ERROR)
+            self.runtime.events.add("not-stored", f"it cannot be stored: {why}", session.name, logging.ERROR, error)
 
     def note_failure(self, error: Exception) -> None:
         """Pause because the store failed, longer each time; the first time, add an event."""
@@ -494,5 +496,5 @@ class Writer:
         self._failures = min(self._failures + 1, 30)
         self._paused_until = self.runtime.clock() + pause
         if self._failures == 1:
-            words = f"the store fails: {error}. Streams go on; their learning is not stored until it works again"
-            self.runtime.events.add("store-down", words, level=logging.ERROR)
+            words = "the store fails. Streams go on; their learning is not stored until it works again"
+            self.runtime.events.add("store-down", words, level=logging.ERROR, error=error)

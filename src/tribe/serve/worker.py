@@ -24,7 +24,7 @@ from tribe.serve.controls import Controls
 from tribe.serve.errors import BadInput, NotFound, Unavailable, UnknownStream
 from tribe.serve.jobs import Job
 from tribe.serve.protocol import InferResult
-from tribe.serve.runtime import Runtime, StreamSession, read_reports
+from tribe.serve.runtime import AfterCommit, Runtime, StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, new_owner
 from tribe.serve.store import StreamStore
@@ -65,6 +65,7 @@ class Worker:
         self._timer: asyncio.TimerHandle | None = None
         self._progress = asyncio.Event()  # set and replaced whenever a batch ends
         self._accepting = self._stopped = False
+        self.unstored: list[str] = []  # after `stop`: streams that have learned what the store does not have
 
     async def start(self) -> None:
         """Begin to serve, in the running event loop."""
@@ -105,7 +106,10 @@ class Worker:
             try:
                 await self.sessions.release(session)
             except Exception as error:  # of this stream or of the store: the others are tried all the same
-                self.log.add("not-stored", f"it was not stored: {error}", session.name, logging.ERROR)
+                self.log.add("not-released", "it was not released", session.name, logging.ERROR, error)
+            if self.store is not None and session.changed:
+                self.unstored.append(session.name)
+                self.log.add("not-stored", "it was not stored, and goes on from its last stored state", session.name)
         if self._timer is not None:
             self._timer.cancel()
         with contextlib.suppress(ValueError):  # it was not started
@@ -205,7 +209,8 @@ class Worker:
                 self.runtime.run("predict", partial(predict, self.fleet, jobs)).add_done_callback(self._predicted)
             if jobs := self.scheduler.next_step(now):
                 self.metrics.batch_streams.observe(len(jobs))
-                self.runtime.run("step", partial(step, self.fleet, jobs)).add_done_callback(self._stepped)
+                work = partial(step, self.fleet, jobs, self.runtime.after_commit)
+                self.runtime.run("step", work).add_done_callback(self._stepped)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -222,9 +227,11 @@ class Worker:
             if session is not None and isinstance(outcome, InferResult):
                 lost = self.store is not None and session.claim is None  # during the step: it will not be stored
                 before = session.clock
-                # A report that could not be read is empty; the step is committed all the same.
-                report = outcome.health or session.report | {"steps": before + 1}
-                self._note_health(session, report)
+                # A report that could not be read holds the steps alone; the step is committed all the same.
+                report = outcome.health or {}
+                report = report if "images" in report else session.report | report
+                with self.runtime.after_commit.isolated("what changed in its health", session.name):
+                    self._note_health(session, report)
                 session.note_report(report, changed=None if report.get("frozen") and not self._filters else now)
                 if job.request_id is not None:
                     session.recent.append(job.request_id)
@@ -236,9 +243,10 @@ class Worker:
             self._answer(job, outcome, kind, now)
         while self._alarms:  # the log ``tribe.health`` has them already
             event = self._alarms.popleft()
-            self.metrics.alarm_began(event.kind)
-            numbers = {"image": event.image, "since": event.since} | event.numbers
-            self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
+            with self.runtime.after_commit.isolated("an alarm of it", str(event.stream)):
+                self.metrics.alarm_began(event.kind)
+                numbers = {"image": event.image, "since": event.since} | event.numbers
+                self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
         self.scheduler.step_done(now)
         self._advance()
 
@@ -383,28 +391,17 @@ class Worker:
 # -- batches, in a thread ----------------------------------------------------------------------------------------------
 
 
-def step(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
+def step(fleet: Fleet, jobs: list[Job], after: AfterCommit) -> list[Outcome]:
     """Step the streams of these requests together; if that fails, one by one, so that only the culprit fails.
 
-    The steps of a result are committed: a report that cannot be read is logged, and is not an error of the request.
+    The steps of a result are committed: a report that cannot be read is no error of the request.
     """
     try:
         logits = fleet({str(job.stream): job.images for job in jobs})
     except Exception as error:
-        return [error] if len(jobs) == 1 else [step(fleet, [job])[0] for job in jobs]
-    reports = _reports_after_step(fleet, list(logits))
+        return [error] if len(jobs) == 1 else [step(fleet, [job], after)[0] for job in jobs]
+    reports = after.reports(fleet, logits, look=True)
     return [InferResult(logits[name], clock=reports[name].get("steps"), health=reports[name]) for name in logits]
-
-
-def _reports_after_step(fleet: Fleet, names: list[str]) -> dict[str, dict[str, Any]]:
-    try:
-        fleet.look(names)
-        return read_reports(fleet, names)
-    except Exception:
-        if len(names) == 1:
-            log.exception("stream %r was stepped, and its report could not be read", names[0])
-            return {names[0]: {}}
-    return {name: report for each in names for name, report in _reports_after_step(fleet, [each]).items()}
 
 
 def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:

@@ -110,9 +110,9 @@ def load(
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
-    A field that a file cannot hold (a custom ``augment=``) must be given again; source knowledge whose file has moved
-    is given as ``knowledge=``, a calibration as ``calibration=``. ``history``, ``on_event``, ``graphs`` and
-    ``deterministic`` are as for `adapt`: a file holds none.
+    A field that a file cannot hold (a custom ``augment=``) must be given again. So must source knowledge,
+    ``knowledge=``, and a calibration, ``calibration=``: nothing that a file names is opened. ``history``,
+    ``on_event``, ``graphs`` and ``deterministic`` are as for `adapt`: a file holds none.
     """
     saved = states.read(path)
     method = method_from_file(path, saved.method, saved.fields, fields)
@@ -129,8 +129,7 @@ def load(
         deterministic=deterministic,
     )
     like = core.entry(NAME).state
-    states.check_tensors(path, saved.tensors, leaves(like))
-    core.replace_state(NAME, copy_like(rebuild(like, saved.tensors), like), frozen=saved.frozen)
+    core.replace_state(NAME, states.state_from(path, saved.tensors, like, core.classes), frozen=saved.frozen)
     return Adapter(core)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.kernels import Switch
-from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, rebuild, replace_stream
+from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, replace_stream
 from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
@@ -39,9 +39,9 @@ from tribe.health.history import (
 from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
 from tribe.io.states import Saved, StateFileError
-from tribe.methods import AnyMethod, Deployed, Pipeline, get_fields
+from tribe.methods import AnyMethod, Deployed, Pipeline
 from tribe.methods.building import check_network
-from tribe.methods.encoding import method_for_file, method_from_file
+from tribe.methods.encoding import check_settings, method_for_file
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
@@ -204,7 +204,7 @@ class Streams:
         check_name(name)
         if (entry := self.table.entries.get(name)) is None:
             known = nearest(name, sorted(self.table.entries)) if self.table.entries else "there is none"
-            raise UnknownStream(f"no stream {name!r}: {known}. add({name!r}) adds it")
+            raise UnknownStream(f"no stream {name!r}", f": {known}. add({name!r}) adds it")
         return entry
 
     def new_entry(self, name: str, seed: int | None = None) -> Entry:
@@ -431,17 +431,10 @@ class Streams:
         """A copy of the state in a file; StateFileError says why it does not fit."""
         if saved.streams != self.streams:
             raise StateFileError(f"{source} holds {saved.streams} streams; expected {self.streams}")
-        found: str | AnyMethod = saved.method
-        if saved.method == self.method.name:  # fields that no file holds are those of this method
-            mine, elsewhere = get_fields(self.method), {"callable", "knowledge"}
-            own = {n: mine.get(n) for n, v in saved.fields.items() if isinstance(v, dict) and elsewhere & v.keys()}
-            found = method_from_file(source, saved.method, saved.fields, own)
-        if found != self.method:
-            raise StateFileError(f"{source} was saved with {found}; here {self.method} runs")
+        check_settings(source, saved.method, saved.fields, self.method)
         if saved.fingerprint != self.fingerprint:
             states.check_fingerprint(source, saved.fingerprint, self.net)
-        states.check_tensors(source, saved.tensors, leaves(like))
-        return copy_like(rebuild(like, saved.tensors), like)
+        return states.state_from(source, saved.tensors, like, self.classes)
 
     # -- the network --------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,11 @@ def check_request_id(request_id: Any) -> str:
 
 
 class UnknownStream(LookupError):
-    """A stream of this name does not exist."""
+    """A stream of this name does not exist; ``others`` is what to say of those that do, to who may know them."""
+
+    def __init__(self, words: str, others: str = "") -> None:
+        super().__init__(words + others)
+        self.public = words
 
 
 def check_name(name: Any) -> None:

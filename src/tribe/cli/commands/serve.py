@@ -15,6 +15,7 @@ from tribe.cli.output import messages, print_message
 from tribe.core.precision import choose_device
 
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
+SHOWN = 10  # names of streams in a message
 PARTS = "server", "policy", "limits"  # components of --set, beside the method
 NO_TOKENS = (
     "it listens beyond this machine and has no tokens, as limits.open says: everybody who reaches it may do "
@@ -113,6 +114,11 @@ def serve(
         if server.service.access.is_open and not is_loopback(server.host):
             print_message("warning", NO_TOKENS)
         server.run(lambda: typer.echo(_where(server, data)))
+    if unstored := server.service.worker.unstored:
+        more = f" and {len(unstored) - SHOWN} more" if len(unstored) > SHOWN else ""
+        words = f"stopped, and {len(unstored)} streams were not stored: {', '.join(unstored[:SHOWN])}{more}"
+        print_message("error", f"{words}. They go on from their last stored states; the log above says why")
+        raise typer.Exit(1)
     typer.echo("stopped" if data is None else "stopped; every stream is stored")
 
 
@@ -124,16 +130,18 @@ def _build(kind: type[Any], part: str, fields: dict[str, Any]) -> Any:
 
 def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any]) -> None:
     from tribe.serve import replicas
+    from tribe.serve.store import shown_place
 
     if options["data"] is None:
         raise ValueError("--ray needs --data: its workers share their streams there, in a folder or a Redis server")
 
     def ready(url: str) -> None:
-        rest = f"with {options['workers']} workers on Ray; streams are in {options['data']}; Ctrl-C stops it"
+        place = shown_place(options["data"])
+        rest = f"with {options['workers']} workers on Ray; streams are in {place}; Ctrl-C stops it"
         typer.echo(f"tribe serves {options['name']} on {url} {rest}")
 
     replicas.run(replicas.application(net, method, **options), options["host"], port, ready)
-    typer.echo("stopped; every stream is stored")
+    typer.echo("stopped; workers log the streams that they could not store")
 
 
 def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
@@ -152,8 +160,11 @@ def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...
 def _where(server: Any, data: str | None) -> str:
     """Return one line about what is served where."""
     grpc = "" if server.grpc_address is None else f", gRPC on {server.grpc_address}"
-    place = (
-        "streams are in memory until it stops (--data DIR stores them)" if data is None else f"streams are in {data}"
-    )
+    if data is None:
+        place = "streams are in memory until it stops (--data DIR stores them)"
+    else:
+        from tribe.serve.store import shown_place
+
+        place = f"streams are in {shown_place(data)}"
     model = server.service.model
     return f"tribe serves {model.name} ({model.method}) on {server.url}{grpc}; {place}; Ctrl-C stops it"

@@ -34,7 +34,7 @@ from tribe.data.datasets.npy_sets import SEVERITY, Cifar10C, Cifar100C, MnistC
 from tribe.data.images import LARGEST_FILE, cores, read_image, require_pillow
 from tribe.data.scenarios import CIFAR_C, IMAGENET_C, MNIST_C
 from tribe.fields import require
-from tribe.io.files import CannotWrite, exclusive, explain_failure, regular_size, room_for, write_atomically
+from tribe.io.files import CannotWrite, exclusive, explain_failure, open_plain, regular_size, room_for, write_atomically
 from tribe.registry import nearest
 
 QUALITY = 85  # of ImageNet-C's JPEG files, as published
@@ -234,7 +234,8 @@ def _save(pixels: NDArray[np.uint8], place: Path) -> None:
     require_pillow("writing images").fromarray(pixels).save(encoded, "JPEG", quality=QUALITY, optimize=True)
     with explain_failure(place, JPEG_BYTES, ADVICE):
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(encoded.getbuffer())
+        with open(place, "wb", opener=open_plain) as file:
+            file.write(encoded.getbuffer())
 
 
 def _is_whole(path: Path) -> bool:

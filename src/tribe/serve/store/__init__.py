@@ -19,6 +19,8 @@ An owner's name belongs to one start of one process: else a process would get th
 
 import hashlib
 import json
+import os
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,6 +30,7 @@ from typing import NamedTuple
 from tribe.fields import require
 
 REDIS = ("redis://", "rediss://", "unix://")  # how the address of a Redis server begins
+ADDRESS = re.compile(r"/.*|(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:[0-9]+)?(/[0-9]*)?")  # of a Redis server, without credentials
 PAGE = 1000  # entries that `list` returns by default
 CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are stored
 
@@ -109,6 +112,8 @@ class StreamStore(ABC):
 
     Every method raises `StoreDown` if the store cannot be reached or written. The caller has checked names.
     """
+
+    unexplained = 0  # states that its ledger did not explain when it was opened, and that were moved
 
     @abstractmethod
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
@@ -252,9 +257,26 @@ def fenced(claim: Claim, owner: str | None, generation: int | None) -> Fenced:
     return Fenced(f"{who}, which belongs to {owner!r}: an owner's name is used by one process only")
 
 
-def open_store(place: str | PathLike[str]) -> StreamStore:
-    """Open the store at a place: the address of a Redis server, or else a folder, which is made if it is missing."""
+def shown_place(place: str | PathLike[str]) -> str:
+    """Return the place of a store as it may be shown: the address of a Redis server without names and passwords.
+
+    >>> shown_place("redis://user:secret@host:6379/0?password=secret"), shown_place("streams")
+    ('redis://host:6379/0', 'streams')
+    """
+    text = os.fspath(place)
+    if not text.startswith(REDIS):
+        return text
+    scheme, _, rest = text.partition("://")
+    rest = rest.partition("?")[0].rpartition("@")[2]  # a password may hold any character
+    return f"{scheme}://{rest if ADDRESS.fullmatch(rest) else '...'}"
+
+
+def open_store(place: str | PathLike[str], lost: str = "refuse") -> StreamStore:
+    """Open the store at a place: the address of a Redis server, or else a folder, which is made if it is missing.
+
+    ``lost`` says what to do with states that the ledger of a folder does not explain: see `SqliteStore`.
+    """
     from tribe.serve.store.redis import RedisStore
     from tribe.serve.store.sqlite import SqliteStore
 
-    return RedisStore(place) if isinstance(place, str) and place.startswith(REDIS) else SqliteStore(place)
+    return RedisStore(place) if isinstance(place, str) and place.startswith(REDIS) else SqliteStore(place, lost=lost)

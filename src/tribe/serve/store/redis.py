@@ -18,7 +18,6 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from tribe.serve import store
 from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore
@@ -160,15 +159,15 @@ class RedisStore(StreamStore):
         except ImportError as error:
             raise ImportError(f"a store in Redis needs redis ({error}): pip install 'tribe-tta[redis]'") from error
         self._now, self._prefix, self._closed = now, prefix, False
-        parts = urlsplit(address)
-        self.place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # for errors: without a password
+        self.place = store.shown_place(address)  # for errors
         retry = importlib.import_module("redis.retry").Retry(importlib.import_module("redis.backoff").NoBackoff(), 1)
         try:
             self._client = self._redis.Redis.from_url(
                 address, socket_timeout=timeout, socket_connect_timeout=timeout, retry=retry
             )
-        except ValueError as error:
-            raise ValueError(f"{self.place} is not the address of a Redis server: {error}") from error
+        except ValueError:  # its text may hold a part of the password
+            words = "is not the address of a Redis server: expected redis://USER:PASSWORD@HOST:PORT/NUMBER"
+            raise ValueError(f"{self.place} {words}. In a password, / is %2F and @ is %40") from None
         self._scripts = {name: self._client.register_script(FUNCTIONS + text) for name, text in SCRIPTS.items()}
         self._all = f"{prefix}streams"
         self._prepare()
@@ -337,7 +336,8 @@ class RedisStore(StreamStore):
                 raise self._damaged("a key", text) from error
             reason = next(REASONS[kind] for kind in kinds if kind in REASONS)
             reason = "it cannot write to its disk. Check the disk of the server" if DISK in text else reason
-            raise StoreDown(f"the Redis server {self.place}: {reason} ({type(error).__name__}: {text})") from error
+            said = f": {text}" if isinstance(error, self._redis.exceptions.ResponseError) else ""  # by the server
+            raise StoreDown(f"the Redis server {self.place}: {reason} ({type(error).__name__}{said})") from error
 
 
 def _range(prefix: str) -> tuple[bytes, bytes]:

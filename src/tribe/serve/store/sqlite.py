@@ -8,25 +8,28 @@ write-ahead log needs memory that its processes share.
 
 A write first puts the blob on the disk, and then names it in the ledger, in a transaction that checks the generation. A
 process that is killed in between leaves a file without a name, which the next claim of the stream or opening the store
-removes. A blob is removed only after the ledger on the disk has ceased to name it, so that not even a power failure
-leaves a name without its file. For that, commits are synced (``synchronous=FULL``).
+removes. A state that was committed and that the ledger does not explain is an error when the store is opened: the
+ledger has lost transactions. A blob is removed only after the ledger on the disk has ceased to name it, so that not
+even a power failure leaves a name without its file. For that, commits are synced (``synchronous=FULL``).
 """
 
 import contextlib
 import os
-import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 
-from tribe.io.files import sync_folder, write_new
+from tribe.fields import require
+from tribe.io.files import write_new
 from tribe.serve import store
 from tribe.serve.store import Claim, StateRecord, StoreDamaged, StoreDown, StreamStore, Write
+from tribe.serve.store.blobs import BlobFile, Blobs, KnownStream, refuse_link
 
-LEDGER, BLOBS = "ledger.sqlite", "blobs"
+LEDGER = "ledger.sqlite"
+LOST = ("refuse", "adopt", "set-aside")  # what to do with states that the ledger does not explain
 PATIENCE = 5.0  # seconds to wait for the transaction of another process
 OPENING = 6  # times the patience to open a ledger: when many processes start at once, each waits for all others
 APPLICATION, SCHEMA = 0x54524942, 1  # "TRIB" marks the file as ours; SCHEMA is the version of the tables
@@ -46,7 +49,6 @@ ENTRIES = (
     f"streams s LEFT JOIN states t ON t.stream = s.stream AND t.place = '{store.CURRENT}' WHERE NOT s.deleted AND "
 )
 LAST_CHARACTER = "\U0010ffff"
-BLOB = re.compile(r"([0-9a-f]{32})-([0-9]+)-[0-9]+-[0-9a-f]{16}\.state")  # hash of the stream, generation, clock
 REASONS = {  # what an error of SQLite means, where it is not damage
     sqlite3.SQLITE_FULL: "the disk is full. Free some space; what was stored before is unchanged",
     sqlite3.SQLITE_BUSY: "another process holds the ledger. If that process is stopped, continue it or end it",
@@ -61,43 +63,119 @@ REASONS = {  # what an error of SQLite means, where it is not damage
 
 
 class SqliteStore(StreamStore):
-    """A store in a folder, which is made if it is missing; ``now`` is its clock, the same for all processes."""
+    """A store in a folder, which is made if it is missing; ``now`` is its clock, the same for all processes.
+
+    ``lost``: what to do with states that the ledger does not explain, because it was damaged: "refuse" to open, "adopt"
+    them, so that their streams go on from them, or move them to the folder "set-aside".
+    """
 
     def __init__(
-        self, folder: str | PathLike[str], *, now: Callable[[], float] = time.time, patience: float = PATIENCE
+        self,
+        folder: str | PathLike[str],
+        *,
+        now: Callable[[], float] = time.time,
+        patience: float = PATIENCE,
+        lost: str = LOST[0],
     ) -> None:
-        self.folder, self._now = Path(folder), now
-        self._blobs = Blobs(self.folder / BLOBS)
-        self._ledger = Ledger(self.folder / LEDGER, patience, self._blobs.check_empty)
-        self._sweep()
+        require(lost in LOST, f"lost is one of {', '.join(LOST)}", lost)
+        self.folder, self._now, self._lost = Path(folder), now, lost
+        self._blobs = Blobs(self.folder)
+        self._ledger = Ledger(self.folder / LEDGER, patience, self._check_new)
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._ledger.close)
+            self.unexplained = self._sweep()  # how many states were adopted or set aside
+            stack.pop_all()
 
-    def _sweep(self) -> None:
-        """Remove what killed writers left."""
+    def _check_new(self) -> None:
+        """Raise `StoreDamaged` if there are states, before the tables of a new ledger are made."""
+        if self._lost == "refuse" and any(file.committed for file in self._blobs.files()):
+            raise self._lost_states(f"{self._blobs.folder} holds states, but {self.folder / LEDGER} is empty")
+
+    def _lost_states(self, words: str) -> StoreDamaged:
+        return StoreDamaged(
+            f"{words}: it was lost, or its last transactions were, as with a damaged {LEDGER}-wal. Restore the folder "
+            f"from a backup; or run `tribe store {self.folder} --adopt`, and streams go on from these states; or "
+            f"`tribe store {self.folder} --set-aside`, and they go on from what the ledger has, or start anew"
+        )
+
+    def _sweep(self) -> int:
+        """Remove what killed writers left, and return how many states the ledger does not explain."""
+        files = self._blobs.files()  # before the ledger is read
         with self._ledger.reading() as rows:
-            streams = rows.execute("SELECT stream, generation FROM streams")
-            generations = {store.stream_hash(stream): generation for stream, generation in streams}
+            found = rows.execute(
+                "SELECT s.stream, s.generation, s.deleted, t.generation, t.clock FROM streams s "
+                f"LEFT JOIN states t ON t.stream = s.stream AND t.place = '{store.CURRENT}'"
+            )
+            known = {
+                store.stream_hash(stream): KnownStream(most, None if clock is None else (generation, clock), bool(gone))
+                for stream, most, gone, generation, clock in found
+            }
             named = {name for (name,) in rows.execute("SELECT blob FROM states")}
-        self._blobs.sweep(generations, named)
+        unexplained = self._blobs.sweep(files, known, named)
+        if unexplained and self._lost == "refuse":
+            some = ", ".join(file.name for file in unexplained[:3])
+            words = f"{self._blobs.folder} holds {len(unexplained)} states that {LEDGER} does not explain ({some})"
+            raise self._lost_states(words)
+        try:
+            if unexplained:
+                self._blobs.move(unexplained, self._lost)
+        except OSError as error:
+            raise StoreDown(f"states cannot be moved in {self.folder}: {error}") from error
+        return len(unexplained)
 
     def claim(self, stream: str, owner: str, lease: float) -> Claim | None:
         """Claim a stream; see `StreamStore.claim`."""
         with self._ledger.transaction() as rows:
             now = self._now()
-            query = "SELECT owner, generation, expires FROM streams WHERE stream = ?"
-            holder, generation, expires = rows.execute(query, (stream,)).fetchone() or (None, 0, 0.0)
+            query = "SELECT owner, generation, expires, deleted FROM streams WHERE stream = ?"
+            found = rows.execute(query, (stream,)).fetchone()
+            holder, generation, expires, deleted = found or (None, 0, 0.0, 0)
             live = holder is not None and now < expires
             if live and holder != owner:
                 return None
+            if deleted:  # while the ledger explains what a killed deletion left
+                self._sweep_stream(stream)
+            adopted = [] if live else self._adoptable(rows, stream)
+            generation = max([generation, *(file.order[0] for file in adopted)])
             claim = Claim(stream, owner, generation if live else generation + 1, now + lease)
             rows.execute(
                 "INSERT INTO streams VALUES (?, ?, ?, ?, 0) ON CONFLICT (stream) DO UPDATE SET owner = excluded.owner, "
                 "generation = excluded.generation, expires = excluded.expires, deleted = 0",
                 claim,
             )
-            named = _named(rows, stream)
+            for file in reversed(adopted):
+                self._adopt(rows, stream, file)
         if claim.generation > generation > 0:
-            self._blobs.sweep({store.stream_hash(stream): claim.generation}, named)
+            self._sweep_stream(stream)
         return claim
+
+    def _adoptable(self, rows: sqlite3.Connection, stream: str) -> list[BlobFile]:
+        """Return states that the ledger had lost and that are newer than what it has: at most two, the newest first."""
+        waiting = self._blobs.adoptable(store.stream_hash(stream))
+        query = "SELECT generation, clock FROM states WHERE stream = ? AND place = ?"
+        newest = rows.execute(query, (stream, store.CURRENT)).fetchone() if waiting else None
+        return [file for file in waiting if newest is None or file.order > newest][:2]
+
+    def _adopt(self, rows: sqlite3.Connection, stream: str, file: BlobFile) -> None:
+        """Make a state that the ledger had lost the current one of its stream."""
+        try:
+            size = file.path.stat().st_size
+            self._blobs.adopt(file)
+        except OSError as error:
+            raise StoreDown(f"the state of stream {stream!r} cannot be adopted: {file.path}: {error}") from error
+        _place(rows, stream, StateRecord(*file.order, "[]", file.name, size, self._now()))
+
+    def _sweep_stream(self, stream: str) -> None:
+        """Remove what killed writers of earlier generations left."""
+        key = store.stream_hash(stream)
+        files = self._blobs.files(key)
+        with self._ledger.reading() as rows:
+            query = "SELECT generation, deleted FROM streams WHERE stream = ?"
+            generation, deleted = rows.execute(query, (stream,)).fetchone()
+            query = "SELECT generation, clock FROM states WHERE stream = ? AND place = ?"
+            newest = rows.execute(query, (stream, store.CURRENT)).fetchone()
+            named = _named(rows, stream)
+        self._blobs.sweep(files, {key: KnownStream(generation, newest, bool(deleted))}, named)
 
     def renew(self, claims: Sequence[Claim], lease: float) -> dict[str, Claim]:
         """Renew claims; see `StreamStore.renew`."""
@@ -120,13 +198,9 @@ class SqliteStore(StreamStore):
         return None if holder == (claim.owner, claim.generation) else store.fenced(claim, *holder)
 
     def _store_blobs(self, uploads: store.Uploads) -> None:
-        files = {self._blobs.path(record.blob): write.blob for write, record in uploads.values()}
-        missing = [folder for folder in {path.parent for path in files} if not folder.is_dir()]
+        files = {self._blobs.new_path(record.blob): write.blob for write, record in uploads.values()}
         try:
-            for folder in missing:
-                folder.mkdir(exist_ok=True)
-            if missing:
-                sync_folder(self._blobs.folder)
+            self._blobs.make_folders(record.blob for _, record in uploads.values())
             write_new(files)
         except OSError as error:
             self._remove_unless_named(uploads)
@@ -142,14 +216,12 @@ class SqliteStore(StreamStore):
                     if (error := self._refusal(rows, write)) is not None:
                         refused[stream] = error
                     else:
-                        row = (stream, store.CURRENT, *record._replace(written=self._now()))
-                        rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, store.PREVIOUS))
-                        rows.execute("UPDATE states SET place = ? WHERE stream = ?", (store.PREVIOUS, stream))
-                        rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+                        _place(rows, stream, record._replace(written=self._now()))
                     unnamed -= _named(rows, stream)
         except Exception:
             self._remove_unless_named(uploads)
             raise
+        self._blobs.publish(record.blob for stream, (_, record) in uploads.items() if stream not in refused)
         self._blobs.remove(unnamed)
         return refused
 
@@ -175,7 +247,7 @@ class SqliteStore(StreamStore):
     def _fetch(self, stream: str, record: StateRecord) -> bytes:
         path = self._blobs.path(record.blob)
         try:
-            return path.read_bytes()
+            return self._blobs.read(record.blob)
         except (FileNotFoundError, IsADirectoryError) as error:
             raise StoreDamaged(f"the state of stream {stream!r} is missing: {path}: {error.strerror}") from error
         except OSError as error:
@@ -224,58 +296,17 @@ class SqliteStore(StreamStore):
         self._ledger.close()
 
 
+def _place(rows: sqlite3.Connection, stream: str, record: StateRecord) -> None:
+    """Make a state the current one of a stream, and the current one the one before it."""
+    row = (stream, store.CURRENT, *record)
+    rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, store.PREVIOUS))
+    rows.execute("UPDATE states SET place = ? WHERE stream = ?", (store.PREVIOUS, stream))
+    rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+
+
 def _named(rows: sqlite3.Connection, stream: str) -> set[str]:
     """Return the names of a stream's blobs."""
     return {name for (name,) in rows.execute("SELECT blob FROM states WHERE stream = ?", (stream,))}
-
-
-class Blobs:
-    """The files of states, spread over up to 256 folders by the first two digits of their names."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StoreDown(f"the store {folder.parent} cannot be made: {error.strerror}") from error
-
-    def path(self, name: str) -> Path:
-        """Return the path of a blob."""
-        if not BLOB.fullmatch(name):
-            raise StoreDamaged(f"{name[:80]!r} is not the name of a state. Restore the ledger from a backup")
-        return self.folder / name[:2] / name
-
-    def remove(self, names: Iterable[str]) -> None:
-        """Remove blobs that the ledger no longer names. If one cannot be removed now, `sweep` does it later."""
-        for name in names:
-            with contextlib.suppress(OSError):
-                self.path(name).unlink(missing_ok=True)
-
-    def sweep(self, generations: Mapping[str, int], named: Collection[str]) -> None:
-        """Remove what killed writers left: files that the ledger does not name, of generations that cannot write.
-
-        A file of the current generation may be one whose writer is about to add it to the ledger, so it stays until the
-        next claim. A file of an unknown stream also stays: the ledger may have been lost. ``generations`` are the
-        current ones by `stream_hash`, ``named`` the blobs that the ledger names.
-        """
-        for path in self._files({key[:2] for key in generations}):
-            match = BLOB.fullmatch(path.name)
-            if match and path.name not in named and int(match[2]) < generations.get(match[1], 0):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
-    def check_empty(self) -> None:
-        """Raise `StoreDamaged` if there are blobs: a new ledger would let them be removed, one by one."""
-        if any(BLOB.fullmatch(path.name) for path in self._files({path.name for path in self.folder.iterdir()})):
-            raise StoreDamaged(
-                f"{self.folder} holds states, but {self.folder.parent / LEDGER} is empty: restore the ledger from a "
-                f"backup, or move the states away to start anew"
-            )
-
-    def _files(self, folders: Iterable[str]) -> Iterator[Path]:
-        for folder in folders:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                yield from (self.folder / folder).iterdir()
 
 
 class Ledger:
@@ -288,6 +319,8 @@ class Ledger:
         self.path, self._patience, self._check_new = path, patience, check_new
         self._writing_lock, self._reading_lock = threading.Lock(), threading.Lock()
         self._closed, self._process = False, os.getpid()
+        for suffix in ("", "-wal", "-shm", "-journal"):  # SQLite would follow it
+            refuse_link(path.with_name(path.name + suffix))
         with self._explained():
             self._writing, self._reading = self._connect(), self._connect()
         with contextlib.ExitStack() as stack:
