@@ -158,7 +158,8 @@ def test_a_calibrated_stream_has_an_estimate_and_goes_through_a_file(tmp_path):
     assert 0 <= found.low <= found.accuracy <= found.high <= 1
     fleet.save("door", tmp_path / "door.safetensors")
     assert fleet.load("porch", tmp_path / "door.safetensors").health("porch") == found
-    assert tribe.load(tmp_path / "door.safetensors", net).health == [found]
+    loaded = tribe.load(tmp_path / "door.safetensors", net, calibration=tmp_path / "health.safetensors")
+    assert loaded.health == [found]
     adapter = tribe.adapt(net, health=calibration)
     adapter(pictures(1, 8)[0])
     assert (adapter.health[0].calibrated, adapter.health[0].accuracy) == (True, found.accuracy)
