@@ -352,3 +352,14 @@ def test_pages_of_other_sites_see_nothing():
         for path in ("/", "/page.js", "/v2", "/v3", "/metrics", "/v1/streams/cam/thumbnail", "/v1/streams/no"):
             answer = web.get(f"{server.url}{path}")
             assert answer.headers["cross-origin-resource-policy"] == "same-origin", path
+
+
+def test_a_user_with_a_token_gets_in_among_connections_of_strangers():
+    """With more connections than the limit every request got 503, also on connections that were there before."""
+    limits = Limits(connections=8, head_seconds=60.0)
+    with listening(limits=limits, tokens=[token("camera")]) as server, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(connect(server.port)).sendall(b"GET / HTTP/1.1\r\n")
+        asked = head("GET /v1/streams", "Authorization: Bearer camera", "Connection: close")
+        assert status(exchange(server.port, asked)) == 200
+        assert b"connection: close" in exchange(server.port, head("GET /v1/streams")).lower()

@@ -233,12 +233,12 @@ def test_more_connections_than_the_limit_get_503_until_some_are_closed(strict):
     try:
         for expected in [200] * 8 + [503]:
             held.append(socket.create_connection(("127.0.0.1", strict.port), timeout=60))
-            held[-1].sendall(head("GET /v2/health/live"))
+            held[-1].sendall(head("GET /v1/streams"))
             assert status(held[-1].recv(2**16)) == expected
     finally:
         for connection in held:
             connection.close()
-    while status(exchange(strict.port, head("GET /v2/health/live", "Connection: close"))) == 503:
+    while status(exchange(strict.port, head("GET /v1/streams", "Connection: close"))) == 503:
         pass  # until the server has seen that they are gone
 
 

@@ -45,7 +45,7 @@ def test_the_limits_are_those_of_the_code():
         f"do not count | {protocol.MAX_JSON // 2**20} MB |",
         f"beside the numbers of the images | {protocol.MAX_HEAD:,} |",
         f"of an answer | {protocol.MAX_NUMBERS:,}; {protocol.MAX_ANSWER_NUMBERS:,} |",
-        f"connections | {limits.connections} |",
+        f"connections | {limits.connections}; with a token {4 * limits.connections:,} |",
     ):
         assert text in PAGE, text
 

@@ -237,6 +237,7 @@ class Handlers:
         self.bodies = Bodies(service.limits.bodies, self.decoders, alone)
         words = "{used} requests are being answered, {own} of them yours; send fewer at the same time"
         self.requests = Shares(service.limits.connections, words, alone)
+        self.crowded: Callable[[], bool] = lambda: False  # whether more connections are open than the limit
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
 
     def check(self, request: Request, public: bool) -> None:
@@ -251,6 +252,8 @@ class Handlers:
             if (site := headers.get("sec-fetch-site", "none")) not in ("none", "same-origin"):
                 raise errors.Forbidden(f"a page of another site sent this ({site[:20]}); only pages of this server may")
             self.service.check_ready()
+            if access.is_open and self.crowded():  # a user with a token gets in, however many strangers there are
+                raise errors.Unavailable(f"more than {self.limits.connections} connections are open; try again")
             user = access.identify(headers.get("authorization"))
             user.take(self.requests, 1)
             request.scope["user"] = user  # `App` then gives its place back

@@ -78,7 +78,7 @@ class Limits:
     idle_seconds: float = 75.0  # between two requests of a connection
     head_seconds: float = 10.0  # until the headers of a request must have arrived
     send_seconds: float = 30.0  # in which a client reads nothing of its answer: then the connection is closed
-    connections: int = 500  # open at the same time; while there are more, requests get 503
+    connections: int = 500  # open at the same time; while there are more, those without a token get 503
     thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
     bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
     open: bool = False  # whether a server without tokens may listen beyond this machine

@@ -46,7 +46,7 @@ class NoToken(ServeError):
     """The server has tokens, and the request has none or an unknown one."""
 
     status, code = 401, "UNAUTHENTICATED"
-    headers: Mapping[str, str] = {"www-authenticate": "Bearer"}
+    headers: Mapping[str, str] = {"www-authenticate": "Bearer", "connection": "close"}
 
 
 class Forbidden(ServeError):

@@ -34,6 +34,7 @@ from tribe.streams.names import check_stream_name
 HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
+CROWD = 4  # times the limit of connections: beyond it, uvicorn answers 503 to everybody
 DRAIN = 5.0  # seconds that open connections get when the server stops; meanwhile streams are stored
 LOGGERS = ("uvicorn.error", "asyncio")  # that log what strangers do wrong
 
@@ -165,7 +166,7 @@ class Listener:
             proxy_headers=False,
             server_header=False,
             backlog=BACKLOG,
-            limit_concurrency=limits.connections + 1,
+            limit_concurrency=CROWD * limits.connections + 1,
             timeout_keep_alive=int(limits.idle_seconds),
             timeout_graceful_shutdown=int(DRAIN),
             timeout_notify=1,
@@ -192,7 +193,9 @@ class Listener:
                     self.service.worker.log.close()
                     await asyncio.gather(worker.aclose(), calls.aclose())
 
-                self._server = _Uvicorn(config, ready, end, signals)
+                self._server = server = _Uvicorn(config, ready, end, signals)
+                connections = server.server_state.connections
+                self.app.handlers.crowded = lambda: len(connections) > limits.connections
                 await self._server.serve([taken])
         finally:
             taken.close()
