@@ -184,7 +184,7 @@ def open_plain(path: str | PathLike[str], flags: int) -> int:
 def _target(path: str | PathLike[str]) -> Path:
     """Return the file that a path names, through a symbolic link: the link stays, and the file behind it is replaced.
 
-    A path that is no link is replaced itself, also if it becomes one meanwhile.
+    A path that names a file is replaced itself, also if it becomes one meanwhile.
     """
     parent, name = os.path.split(os.path.abspath(path))
     target = Path(os.path.realpath(path)) if os.path.islink(path) else Path(os.path.realpath(parent), name)

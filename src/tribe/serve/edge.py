@@ -37,7 +37,7 @@ def choose_parser(loopback: bool) -> str:
 class EarlyAnswers:
     """Runs an application, and ends the connection of a request that is answered before its body has arrived.
 
-    A server that keeps it open would have to read, for as long as the client likes, what nobody wants.
+    A server that keeps it open would have to read, for as long as the client likes, a body that is of no use.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -92,13 +92,13 @@ async def _drop_rest(headers: Iterable[tuple[bytes, bytes]], receive: Receive) -
 
 
 class Connection(Protocol):
-    """What `Watch` reads of a connection of uvicorn."""
+    """The attributes of a connection of uvicorn that `IdleConnections` reads."""
 
     transport: asyncio.Transport
     cycle: Any  # the last request; None before the first one
 
 
-class Watch:
+class IdleConnections:
     """Closes connections that a client holds without use: no request comes, or no answer is read."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
@@ -146,9 +146,10 @@ class LogLimit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
-        if record.name == "asyncio" and record.exc_info and isinstance(record.exc_info[1], UnicodeDecodeError):
-            # uvicorn's code for zttp raises it, and asyncio closes the connection
-            record.msg, record.args, record.exc_info = "the target of a request is not ASCII: refused", (), None
+        if record.name == "asyncio" and record.exc_info and "data_received" in record.getMessage():
+            # uvicorn's code for zttp raises some errors of a parser, and asyncio closes the connection
+            words = "a request is not HTTP, and its connection was closed: %s"
+            record.msg, record.args, record.exc_info = words, (str(record.exc_info[1])[:100],), None
         place, now = (record.pathname, record.lineno), self._clock()  # as many as the code has
         since, count = self._counts.get(place, (now, 0))
         if now - since >= LOGGED_SECONDS:

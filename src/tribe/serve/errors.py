@@ -33,17 +33,17 @@ class ServeError(Exception):
 
 
 class BadRequest(ServeError):
-    """The request does not follow the protocol: JSON, headers, parameters, names, a body that was cut short."""
+    """The request does not follow the protocol, or was cut short."""
 
     status, code = 400, "INVALID_ARGUMENT"
 
 
 class BadInput(BadRequest):
-    """The images have a wrong type, shape or size, or the bytes are not an image."""
+    """The images have a wrong type, shape or size, or are not images."""
 
 
 class NoToken(ServeError):
-    """The server has tokens, and the request has none or an unknown one."""
+    """The server has tokens, and the request names none of them."""
 
     status, code = 401, "UNAUTHENTICATED"
     headers: Mapping[str, str] = {"www-authenticate": "Bearer", "connection": "close"}
@@ -62,7 +62,7 @@ class NotFound(ServeError):
 
 
 class WrongMethod(ServeError):
-    """The path exists, but not with this method; the header Allow names those that it has."""
+    """The path does not have this method; see the header Allow."""
 
     status, code = 405, "UNIMPLEMENTED"
 
@@ -79,25 +79,25 @@ class TooSlow(ServeError):
 
 
 class Conflict(ServeError):
-    """It does not fit the stream: a state of another model or not finite, or another worker owns the stream."""
+    """The state does not fit the stream, or another worker owns it."""
 
     status, code = 409, "FAILED_PRECONDITION"
 
 
 class TooLarge(ServeError):
-    """The body has too many bytes, the images too many pixels, or the answer too many numbers."""
+    """The body, the images or the answer are too large."""
 
     status, code = 413, "RESOURCE_EXHAUSTED"
 
 
 class WrongType(ServeError):
-    """The body has a type or an encoding that the server does not read."""
+    """The server does not read this type or encoding."""
 
     status, code = 415, "INVALID_ARGUMENT"
 
 
 class Unavailable(ServeError):
-    """The deadline cannot be met, the server is full or stops; the header Retry-After says when to try again."""
+    """The deadline cannot be met, or the server is full or stops; see Retry-After."""
 
     status, code = 503, "UNAVAILABLE"
 
@@ -108,7 +108,7 @@ class Unavailable(ServeError):
 
 
 class TooMany(Unavailable):
-    """A quota of the token is used up, such as its streams or its requests of this second; see Retry-After."""
+    """A quota of the token is used up; see Retry-After."""
 
     status, code = 429, "RESOURCE_EXHAUSTED"
 

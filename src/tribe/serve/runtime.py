@@ -163,7 +163,7 @@ class Runtime:
 
 
 class AfterCommit:
-    """Run what follows a committed step: an error in it is no error of the request.
+    """Run what follows a committed step: the request does not fail with it.
 
     It is logged once for a stream, and again after it was all right, so that a stream that fails in every step does not
     fill the log.

@@ -22,7 +22,7 @@ from tribe.fields import is_whole, require
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
-from tribe.serve.edge import LogLimit, Watch, choose_parser
+from tribe.serve.edge import IdleConnections, LogLimit, choose_parser
 from tribe.serve.protocol import ModelInfo
 from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
@@ -66,7 +66,7 @@ class Listener:
         self._thread: threading.Thread | None = None
         self._server: _Uvicorn | None = None
         self._error: BaseException | None = None
-        self._connections = Watch(service.limits)
+        self._connections = IdleConnections(service.limits)
 
     @property
     def url(self) -> str:

@@ -394,7 +394,7 @@ class Worker:
 def step(fleet: Fleet, jobs: list[Job], after: AfterCommit) -> list[Outcome]:
     """Step the streams of these requests together; if that fails, one by one, so that only the culprit fails.
 
-    The steps of a result are committed: a report that cannot be read is no error of the request.
+    The steps of a result are committed: the request does not fail if a report cannot be read.
     """
     try:
         logits = fleet({str(job.stream): job.images for job in jobs})

@@ -16,7 +16,7 @@ def store(
         bool, typer.Option("--adopt", help="Streams go on from the states that a damaged ledger has lost.")
     ] = False,
     set_aside: Annotated[
-        bool, typer.Option("--set-aside", help="Move these states to the folder set-aside; nobody reads them there.")
+        bool, typer.Option("--set-aside", help="Move these states to the folder set-aside; they are not read there.")
     ] = False,
 ) -> None:
     """Check where streams are kept: whether all states that were stored are in the ledger.

@@ -3,7 +3,7 @@
     blobs/ab/NAME.state.new   is written, and not committed yet: a killed writer leaves it
     blobs/ab/NAME.state       was committed: it got this name after its transaction
     adopt/NAME.state          was committed, by a transaction that the ledger has lost; the next claim goes on from it
-    set-aside/NAME.state      the same; nobody reads it
+    set-aside/NAME.state      the same; it is never read
 
 Without the difference between the first two, a lost transaction would look like a killed writer: SQLite skips what it
 cannot read at the end of a damaged write-ahead log, without an error.
@@ -43,7 +43,7 @@ class BlobFile(NamedTuple):
 
 
 class KnownStream(NamedTuple):
-    """What a ledger knows of a stream."""
+    """An entry of the ledger about a stream."""
 
     generation: int
     newest: tuple[int, int] | None  # generation and clock of its current state; None: it has none
