@@ -1,6 +1,7 @@
 """Decode bodies in threads of their own, so that neither the event loop nor the requests of others wait for one."""
 
 import asyncio
+import os
 import weakref
 import zlib
 from collections.abc import Callable, Hashable
@@ -11,7 +12,7 @@ from tribe.serve.errors import BadRequest, WrongType
 
 T = TypeVar("T")
 
-THREADS = 8  # one user has at most half of them
+THREADS = max(2, min(8, os.cpu_count() or 2))  # one user has at most half of them
 PIECE = 2**20  # bytes that are unpacked at a time
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
