@@ -363,3 +363,10 @@ def test_a_user_with_a_token_gets_in_among_connections_of_strangers():
         asked = head("GET /v1/streams", "Authorization: Bearer camera", "Connection: close")
         assert status(exchange(server.port, asked)) == 200
         assert b"connection: close" in exchange(server.port, head("GET /v1/streams")).lower()
+
+
+def test_a_query_that_is_not_text_is_a_bad_request():
+    """The words of the error were made from the whole address, which is not text: a 500 with a traceback."""
+    with listening(limits=Limits(parser=PARSERS[-1])) as server:
+        target = head("POST /v1/predict?tim~out=1", "Content-Length: 0", "Connection: close").replace(b"~", b"\xa4")
+        assert status(exchange(server.port, target)) == 400

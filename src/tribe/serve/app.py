@@ -268,9 +268,9 @@ class Handlers:
 
     async def error(self, request: Request, error: Exception) -> Response:
         """Answer an error of a handler or of routing; uvicorn drops the rest of the body and logs an unexpected one."""
-        path = request.url.path[:80]
+        path = request.scope["path"][:80]
         if isinstance(error, HTTPException) and error.status_code == 405:
-            routes = [each for each in request.app.routes if each.path_regex.match(request.url.path)]
+            routes = [each for each in request.app.routes if each.path_regex.match(request.scope["path"])]
             allowed = ", ".join(sorted({method for each in routes for method in each.methods}))
             error = errors.WrongMethod(f"{path!r} has no {request.method}; expected {allowed}", allowed)
         elif isinstance(error, HTTPException):
@@ -430,7 +430,7 @@ class Handlers:
 
     async def page(self, request: Request) -> Response:
         """Answer GET / and the files of the page: the page for people."""
-        path = request.url.path
+        path = request.scope["path"]
         return Response(self._page[path], headers=PAGE_HEADERS, media_type=PAGE[path][1])
 
 
