@@ -19,7 +19,7 @@ SECONDS = float(os.environ.get("TRIBE_HOSTILE_SECONDS", 60))  # of all attacks a
 PAUSE = 0.3  # seconds between two rounds of an attack and two requests of a camera, if all attack at once
 MEGABYTES = 256  # that the server may grow by: four times the bodies that it holds at once (`limits.bodies`)
 LOG_BYTES = 100_000  # that one attack, or a minute of all, may log
-# Times its quiet p99 that the victim may wait. The aim is 3: attacks alone keep it, all at once share two cores with it.
+# Times its quiet p99 that the victim may wait. The aim is 3, which attacks alone keep; together they share two cores.
 SLOWER = 40.0
 
 
