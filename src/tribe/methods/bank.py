@@ -18,11 +18,12 @@ adapting costs accuracy where little has changed.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tribe.core.bounds import TRUTH
 from tribe.core.rules import Recorded
 from tribe.core.state import Info, Stats, per_stream
 from tribe.fields import NotNegative, Positive, Share, require
@@ -38,7 +39,7 @@ class BankState(NamedTuple):
     stats: Stats  # (V S, K, C), the V speeds of a stream are adjacent
     pooled: Stats  # (V S, 1, C), the same pooled over classes
     score: Tensor  # (S, V + 1) relative to the source, which is first; lower is better
-    frequency: Tensor  # (S, K) of the classes predicted lately
+    frequency: Annotated[Tensor, TRUTH]  # (S, K) of the classes predicted lately
     key: Key
     info: Info
 
@@ -120,8 +121,10 @@ class Bank(Method):
         assert self.speeds is not None
         speeds, streams = len(self.speeds), len(labels)
         mean, var = (torch.where(seen.unsqueeze(2), t, 0) for t in moments)
-        keep = torch.exp(-seen.sum(1, keepdim=True) / self.horizon).to(mean.dtype)  # (S, 1)
-        share = seen.to(mean.dtype) / seen.sum(1, keepdim=True).clamp_min(1)  # (S, B)
+        counts = seen.to(mean.dtype)
+        images = counts.sum(1, keepdim=True)
+        keep = torch.exp(-images / self.horizon)  # (S, 1)
+        share = counts / images.clamp_min(1)  # (S, B)
 
         seldom = (1 / (self.class_count * state.frequency)).clamp_max(MOST_WEIGHT).gather(1, labels)
         gain = self._surprise(net, state, mean, var, share * seldom)  # (S, V + 1)
