@@ -53,7 +53,7 @@ class Bank(Method):
     gamma: Share | None = None  # share of the class-agnostic update; more where pseudo labels are poor
     bonus: NotNegative = 0.05  # by which the source's score is better than it measures
     temperature: Positive = 0.02  # of the weights: lower decides harder
-    horizon: Positive = 600.0  # images over which scores and frequencies are averaged
+    horizon: Positive = 300.0  # images over which scores and frequencies are averaged
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
     works_on = ("statistics",)
@@ -68,10 +68,13 @@ class Bank(Method):
         object.__setattr__(self, "speeds", tuple(float(v) for v in speeds))
 
     def defaults(self) -> dict[str, object]:
-        """Return TRIBE's momentum, three and ten times as much, and TRIBE's gamma."""
+        """Return TRIBE's momentum, three and ten times as much, and its gamma for 100 classes at least.
+
+        Where most labels are wrong, as at night, the statistics of single classes do not move: a share of all does.
+        """
         eta = max(0.0005 * self.class_count, 0.01)
         speeds = tuple(dict.fromkeys(min(scale * eta, 1.0) for scale in (1, 3, 10)))
-        return {"speeds": speeds, "gamma": self.published(0.0, 0.1, 0.5)}
+        return {"speeds": speeds, "gamma": self.published(0.1, 0.1, 0.5)}
 
     @cached_property
     def norm(self) -> Balanced:
