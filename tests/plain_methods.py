@@ -711,3 +711,47 @@ def ttac(net, xs, method):
     whole = {"mean": total[None], "cov": total_cov[None]}
     named = {f"{kind}.{name}": t for kind, g in (("clusters", clusters), ("whole", whole)) for name, t in g.items()}
     return outputs, all_parameters(net, module, without=nn.Linear) | named
+
+
+def bank(net, xs, method):
+    """The bank of speeds, beyond the paper: one pass, moments of each image, Balanced BN by the slow loop."""
+    module, _, _ = ordinary(net, net.source()[1])
+    module.requires_grad_(False)
+    layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
+    classes, inputs = module[-1].out_features, {}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0].clone()}))
+    source = [(m.running_mean.clone(), m.running_var.clone()) for m in layers]
+    known = [[[t.expand(classes, -1).numpy() for t in both] for both in source] for _ in method.speeds]
+    foreseen = [source, *(list(source) for _ in method.speeds)]  # by speed and layer: mean, variance
+    score, frequency, outputs = [0.0] * len(foreseen), [1 / classes] * classes, []
+    for x in xs:
+        powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(len(score))]
+        for i, layer in enumerate(layers):
+            for j, name in enumerate(("running_mean", "running_var")):
+                mixed = sum(power * speed[i][j] for power, speed in zip(powers, foreseen, strict=True)) / sum(powers)
+                getattr(layer, name).copy_(mixed)
+        logits = module(x)
+        outputs.append(logits)
+        labels, keep = logits.argmax(1).tolist(), math.exp(-len(x) / method.horizon)
+        surprise = [0.0] * len(score)
+        for v, speed in enumerate(foreseen):
+            for b, label in enumerate(labels):
+                terms = []
+                for layer, (mean, var) in zip(layers, speed, strict=True):
+                    pixels = inputs[layer][b].flatten(1)
+                    apart = pixels.var(1, unbiased=False) + layer.eps + (pixels.mean(1) - mean) ** 2
+                    terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
+                weight = min(1 / (classes * frequency[label]), 10.0) / len(x)
+                surprise[v] += weight * float(torch.cat(terms).mean())
+        score = [keep * old + (1 - keep) * (new - surprise[0]) for old, new in zip(score, surprise, strict=True)]
+        frequency = [keep * f + (1 - keep) * labels.count(k) / len(x) for k, f in enumerate(frequency)]
+        conventions = {"gamma": method.gamma, "pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
+        for v, eta in enumerate(method.speeds):
+            for i, layer in enumerate(layers):
+                pixels = inputs[layer].flatten(2).numpy()
+                result = reference.balanced(pixels, labels, [True] * len(x), *known[v][i], eta=eta, **conventions)
+                known[v][i] = [result.class_mean, result.class_var]
+                foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
+    means = [torch.cat([torch.from_numpy(layer[0]) for layer in speed], 1) for speed in known]
+    return outputs, {"stats.mean": means[0], "score": torch.tensor(score, dtype=torch.float64)}

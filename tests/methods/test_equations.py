@@ -10,10 +10,12 @@ import torch
 
 import plain_methods as plain
 from method_runs import DOUBLE, batches, darker, even_network, network, play, varied
+from mutants import mutant
 from tribe import methods
-from tribe.core.state import leaves
+from tribe.core.state import Stats, leaves
 from tribe.knowledge import Knowledge
 from tribe.testing import images
+from tribe.testing.method_checks import prediction_comes_before_learning
 
 
 class Setting(NamedTuple):
@@ -60,6 +62,7 @@ SETTINGS = {
     "rotta": Setting(lambda: STREAM.split((1, 4, 7, 10, 25, 22), 1), partial(even_network, varied(8))),
     "note": Setting(lambda: STREAM[:, :35].split((1, 3, 12, 19), 1), partial(even_network, varied(8))),
     "sotta": Setting(lambda: STREAM.split(23, 1), partial(even_network, varied(8), sure=1.5), atol=1e-6),
+    "bank": Setting(partial(varied, 6), partial(even_network, varied(6))),
     "bdn": Setting(two_worlds, partial(even_network, varied(4))),
     # The least certain batches first: a student that equals its teacher has no gradient, Adam steps along rounding.
     "cotta": Setting(lambda: [batches(4, batch=6)[seed] for seed in (1, 0, 2, 3)], atol=1e-8),
@@ -103,6 +106,8 @@ CASES = [
     *(("note", {**MEMORY, "every": every}) for every in (None, 4, 5, 30)),
     ("sotta", {**SOTTA, "frozen_tail": 0.0}),
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
+    ("bank", {"bonus": 0.01, "horizon": 20.0}),
+    ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1}),
     ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
     ("bdn", {**BDN, "confident": False}),
     ("bdn", {**BDN, "domains": 3}),
@@ -119,8 +124,12 @@ def test_a_method_equals_a_plain_loop(name, fields):
     method = methods.create(name, **{"classes": 4, **fields})
     if learn is not None:
         method = dataclasses.replace(method, knowledge=learn(method, net))
+    assert_equals_plain_loop(method, net, xs, atol)
+
+
+def assert_equals_plain_loop(method, net, xs, atol):
     outputs, state = play(method, net, xs)
-    expected, named = getattr(plain, name)(net, [x[0] for x in xs], method)
+    expected, named = getattr(plain, method.name)(net, [x[0] for x in xs], method)
     for y, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(y[0], wanted, rtol=0, atol=atol)
     ends, start = leaves(state), leaves(method.init(net))
@@ -151,3 +160,33 @@ def test_petta_studies_the_features_of_each_class():
     known = studied(SOURCES, methods.create("petta", classes=4), net).tensors
     for name, wanted in zip(("mean", "var"), plain.features_by_class(net, [x[0] for x in SOURCES], 4), strict=True):
         torch.testing.assert_close(known[name].double(), wanted, rtol=1e-6, atol=1e-7)
+
+
+def counts_twice(self, net, state, moments, labels, seen):
+    twice = (torch.cat((t, t[:, :1]), 1) for t in (*moments, labels, seen))
+    mean, var, labels, seen = twice
+    return methods.get("bank")._follow(self, net, state, Stats(mean, var), labels, seen)
+
+
+def scores_afterwards(self, net, state, moments, labels, seen):
+    after = methods.get("bank")._follow(self, net, state, moments, labels, seen)
+    return methods.get("bank")._follow(self, net, state._replace(pooled=after.pooled), moments, labels, seen)
+
+
+@pytest.mark.parametrize("wrong", [counts_twice, scores_afterwards])
+def test_the_plain_loop_of_the_bank_notices_a_bug(wrong):
+    healthy = methods.create("bank", classes=4, bonus=0.01, horizon=20.0)
+    with pytest.raises(AssertionError):
+        assert_equals_plain_loop(
+            mutant(wrong.__name__, healthy, _follow=wrong), even_network(varied(6)), varied(6), 1e-9
+        )
+
+
+def test_the_contract_notices_a_bank_that_looks_at_the_batch_first():
+    def adapt(self, net, state, batch):
+        after = methods.get("bank").adapt(self, net, state, batch)
+        return after._replace(logits=self.logits(net, after.state, batch))
+
+    wrong = mutant("It predicts with what it has just learned.", methods.create("bank", classes=4), adapt=adapt)
+    with pytest.raises(AssertionError):
+        prediction_comes_before_learning(wrong)

@@ -35,7 +35,7 @@ from tribe.core.placement import (
     unwrap,
     with_memory_format,
 )
-from tribe.core.rules import Frozen, Norm
+from tribe.core.rules import Frozen, Norm, Recorded
 from tribe.core.shortage import is_out_of_memory
 from tribe.core.slots import NORMS, Pass, Slot, SlotHook, current_pass, set_current_pass, views_come_first
 from tribe.core.state import Affine, StateModule, Stats, copy_missing, hash_tensors, room_for, tree_map
@@ -115,6 +115,10 @@ class Backbone(nn.Module):
         self.channels = sum(self._widths)  # C, of the whole network
         self.columns = [slot.columns for slot in self.slots]  # of each slot among the statistics
         self._eps = common_eps(self.slots)
+        widths = [slot.columns.stop - slot.columns.start for slot in self.slots]
+        each = torch.tensor([slot.layer_eps for slot in self.slots], dtype=self.origin.state.stats.mean.dtype)
+        self.eps: Tensor
+        self.register_buffer("eps", each.repeat_interleave(torch.tensor(widths)).to(device), persistent=False)  # (C,)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_record_features)
@@ -225,9 +229,7 @@ class Backbone(nn.Module):
         """Return the source's statistics for every class, (rows, classes, C); packed: see `tribe.core.packed`."""
         if not packed:
             return self.source(rows, classes)[1]
-        _, stats = self.source(rows)
-        eps = [stats.mean.new_full((s.columns.stop - s.columns.start,), s.layer_eps) for s in self.slots]
-        return pack(stats, torch.cat(eps), classes, len(self.slots))
+        return pack(self.source(rows)[1], self.eps, classes, len(self.slots))
 
     def fingerprint(self, exact: bool = True) -> str:
         """Return a hash of the source model's weights, statistics and layer names; not ``exact``: of float32 values."""
@@ -440,6 +442,9 @@ class Backbone(nn.Module):
         if not current.norm.observes or not current.kept:
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
+        if isinstance(current.norm, Recorded):  # moments of samples, of other shape than statistics
+            shape = current.rows, current.batch, -1
+            return Stats(*(torch.cat([t.expand(shape) for t in ts], -1) for ts in zip(*by_slot, strict=True)))
         room = room_for(current.stats, spare) if current.room is None else current.room
         if current.prepared is None:
             for out, columns in zip(room, zip(*by_slot, strict=True), strict=True):

@@ -58,6 +58,20 @@ class Frozen:
         return stats.mean, stats.var, stats
 
 
+@dataclass(frozen=True)
+class Recorded:
+    """The stored statistics (R, 1, C), for every batch; the pass keeps the moments of each sample (R, B, C)."""
+
+    classes: ClassVar[int] = 1
+    observes: ClassVar[bool] = True
+
+    def __call__(
+        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor, Stats]:
+        """Return the stored statistics to normalise with, and the moments to keep."""
+        return stats.mean, stats.var, Stats(mean, var)
+
+
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Pool per-sample moments (R, B, C) over the valid samples: (R, 1, C) mean and biased variance."""
     if kernels.can_run(mean, kernels.EXACT):

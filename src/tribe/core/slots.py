@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tribe.core.moments import Epilogue, fold, normalise, scale_and_shift
-from tribe.core.rules import Norm, PerBatch
+from tribe.core.rules import Norm, PerBatch, Recorded
 from tribe.core.state import Stats, tree_map
 
 NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
@@ -196,8 +196,9 @@ class StatisticsSlot(Slot):
         # A layer without stored statistics uses each batch's, as it did before.
         tracked = self.layer.running_mean is not None
         norm = current.norm if tracked else PerBatch()
-        # The second call of a layer continues from the first.
-        stats = current.kept.get(self.index) or current.stats.layer(self.columns, self.index)
+        stats = current.stats.layer(self.columns, self.index)
+        if not isinstance(norm, Recorded):  # the second call of a layer continues from the first
+            stats = current.kept.get(self.index) or stats
         labels = current.labels
         if current.prepared is not None and self.index not in current.kept:
             labels = current.prepared(self.columns)

@@ -102,13 +102,13 @@ class Balanced(NormRule):
         centre, within, between = _over_classes(stats.in_full())
         return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_update`
 
-    def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
-        """Find which samples share a class, from (R, B) labels and valid marks."""
+    def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype, eta: Tensor | None = None) -> Groups:
+        """Find which samples share a class, from (R, B) labels and valid marks; ``eta`` (R, 1, 1): of each row."""
         labels, valid = labels.contiguous(), valid.contiguous()  # kernels read what follows row by row
         same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
         lead = (valid & ~same.tril(-1).any(2)).unsqueeze(2).to(dtype)
         n = same.sum(2, keepdim=True).to(dtype)
-        rate = self.eta * valid.unsqueeze(2).to(dtype)
+        rate = (self.eta if eta is None else eta) * valid.unsqueeze(2).to(dtype)
         if self.rate_cap:
             rate = torch.minimum(rate, 1 / n.clamp_min(1))
         over = lead.sum(1, keepdim=True).clamp_min(1)
