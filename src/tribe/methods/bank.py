@@ -160,4 +160,5 @@ class Bank(Method):
         square, linear = by_channel.unflatten(2, (2, -1)).unbind(2)  # (S, 1, C)
         total = weight.sum(1)[:, None, None]
         terms = (square - 2 * linear * offset + total * offset * offset) * precision + total * spread.log()
-        return 0.5 * terms.mean(2)
+        surprise: Tensor = 0.5 * terms.mean(2)
+        return surprise
