@@ -72,7 +72,7 @@ def test_a_network_that_cuts_gradients_is_refused_in_words_where_one_is_needed(h
 def test_without_affine_parameters_methods_that_learn_nothing_else_are_refused(method: str) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(144, 4))
     net, x = Backbone(model), torch.rand(1, 64, 3, 8, 8)
-    if method in ("source", "bn", "bdn", "lame", "cotta"):
+    if method in ("source", "bn", "bdn", "bank", "lame", "cotta"):
         assert tribe.adapt(net, method)(x).shape == (1, 64, 4)
         return
     message = r"no normalisation layer .* has affine parameters .*Choose one that needs none: bn, lame, cotta, petal"

@@ -29,13 +29,28 @@ REFUSED = {  # each value alone; the message names the field
     "note": {"size": [0], "every": [0, 2.5], "k": [-1.0], "m": [2.0], "lr": [float("nan")]},
     "sotta": {"c_0": [1.5], "momentum": [1.5], "every": [0], "frozen_tail": ["layer4"]},
     "petta": {"alpha_0": [1.5], "lambda_0": [-1.0], "loss": ["mse"], "alpha_bn": [2.0], "size": [0]},
+    "bank": {"speeds": [(), (2.0,), (0.1, 0.1), (0.0, 0.1)], "temperature": [0.0]},
     "bdn": {"eta": [2.0], "domains": [1]},
 }
 SELFTRAIN = {"rule": [3], "teacher": ["frozen", "ema"], "nu": [2.0], "memory": [-1]}  # beside its variants
 EACH = [("selftrain", field, value) for field, values in SELFTRAIN.items() for value in values]
 EACH += [("selftrain/robust-bn", "alpha", 2.0)]
 EACH += [(name, field, value) for name, fields in REFUSED.items() for field in fields for value in fields[field]]
-NEED_CLASSES = ("eata", "roid", "cmf", "delta", "cotta", "petal", "ttac", "rotta", "note", "sotta", "petta", "bdn")
+NEED_CLASSES = (
+    "eata",
+    "roid",
+    "cmf",
+    "delta",
+    "cotta",
+    "petal",
+    "ttac",
+    "rotta",
+    "note",
+    "sotta",
+    "petta",
+    "bdn",
+    "bank",
+)
 
 
 @pytest.mark.parametrize(("name", "field", "value"), EACH)
