@@ -111,6 +111,8 @@ def _routes(handlers: "Handlers") -> list[Route]:
                 if is_out_of_memory(error):
                     raise errors.as_serve_error(error) from error
                 raise
+            if public and not handlers.service.access.is_open:  # a pipeline of a stranger ends with its first request
+                response.headers["connection"] = "close"
             handlers.responses.labels(response.status_code).inc()
             return response
 

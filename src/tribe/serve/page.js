@@ -39,6 +39,7 @@ let sorting = { by: "name", down: false };
 let goneSince = null;
 let listening = null; // AbortController of the events
 let saying = 0;
+let answer = () => {}; // of the question that is shown
 
 // -- talking to the server --------------------------------------------------------------------------------------------
 
@@ -439,9 +440,10 @@ function confirmed(action, name, clocks) {
   setText(at("ask-yes"), verb);
   at("ask-choice").hidden = clocks.length === 0;
   at("ask-clock").replaceChildren(...clocks.map((clock) => make("option", { value: clock }, String(clock))));
+  answer(false);  // to the question before: its event may come late, on a busy machine
   dialog.returnValue = "";
   dialog.showModal();
-  return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));
+  return new Promise((resolve) => { answer = resolve; });
 }
 
 function say(words) {
@@ -481,6 +483,7 @@ for (const head of document.querySelectorAll("th[data-sort]")) {
     sortBy(by, sorting.by === by ? !sorting.down : by !== "name");
   });
 }
+at("ask").addEventListener("close", () => { if (!at("ask").open) answer(at("ask").returnValue === "yes"); });
 at("sort").addEventListener("change", () => sortBy(at("sort").value, at("sort").value !== "name"));
 at("filter").addEventListener("input", () => { shown = PAGE; draw(); });
 at("only").addEventListener("change", () => { shown = PAGE; draw(); });
