@@ -311,7 +311,8 @@ class Handlers:
         async with self.bodies.read(request, self.limits.body, self.limits.body_seconds) as body:
             options = kind, query, self.model, request.path_params.get("stream"), id
             decode = partial(plain.decode_predict, body, *options)
-            asked = await self.decoders.run(request.user, decode)
+            at_once = len(body) <= LARGE_JSON and kind == plain.NPY  # a small picture may have many pixels
+            asked = decode() if at_once else await self.decoders.run(request.user, decode)
             del body, decode
             if not (as_npy := plain.NPY in headers.get("accept", "")):
                 self.model.check_answer(len(asked.images))

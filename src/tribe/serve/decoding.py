@@ -12,7 +12,7 @@ from tribe.serve.errors import BadRequest, WrongType
 
 T = TypeVar("T")
 
-THREADS = max(2, min(8, os.cpu_count() or 2))  # one user has at most half of them
+THREADS = max(4, min(8, os.cpu_count() or 4))  # one user has at most half of them
 PIECE = 2**20  # bytes that are unpacked at a time
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib
 
