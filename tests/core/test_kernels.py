@@ -397,7 +397,7 @@ def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
     with kernels.using(False):
         assert not kernels.can_filter(likelihood)
         state = rule.step(rule.init(3, classes, logits[..., :0]), logits[:, :40], valid[:, :40]).state
-        seen = FilterInput.of(likelihood, valid)
+        seen = FilterInput(likelihood, valid, valid.all(0).tolist())
         wanted, end = rule._scan(state, seen)
         chosen = end.recent.argmax(-1)
         smoothed = rule._smooth(wanted, seen, chosen)
