@@ -28,7 +28,7 @@ from tribe.core.rules import Recorded
 from tribe.core.state import Info, Stats, per_stream
 from tribe.fields import NotNegative, Positive, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
-from tribe.norms.balanced import Balanced
+from tribe.norms.balanced import Balanced, published_eta
 
 MOST_WEIGHT = 10.0  # of an image of a rare class, relative to the mean
 
@@ -72,7 +72,7 @@ class Bank(Method):
 
         Where most labels are wrong, as at night, the statistics of single classes do not move: a share of all does.
         """
-        eta = max(0.0005 * self.class_count, 0.01)
+        eta = published_eta(self.class_count)
         speeds = tuple(dict.fromkeys(min(scale * eta, 1.0) for scale in (1, 3, 10)))
         return {"speeds": speeds, "gamma": self.published(0.1, 0.1, 0.5)}
 
@@ -99,14 +99,16 @@ class Bank(Method):
 
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
-        streams = len(state.score)
-        affine, source = net.source(streams)
-        weights = self.weights(state)[:, :, None]
-        mean, var = (
-            (weights[:, :1] * own) + (weights[:, 1:] * per_stream(pooled, streams)[:, :, 0]).sum(1, keepdim=True)
-            for own, pooled in zip(source, state.pooled, strict=True)
+        weights = self.weights(state).unsqueeze(2)
+        mean, var = ((weights * t).sum(1, keepdim=True) for t in self._candidates(net, state))
+        return Deployed(net.source(len(state.score))[0], Stats(mean, var), Frozen())
+
+    def _candidates(self, net: Backbone, state: BankState) -> Stats:
+        """Return the statistics of the source and the pooled ones of every speed: (S, V + 1, C)."""
+        streams, pairs = len(state.score), zip(net.origin.state.stats, state.pooled, strict=True)
+        return Stats(
+            *(torch.cat((own.expand(streams, -1, -1), per_stream(t, streams)[:, :, 0]), 1) for own, t in pairs)
         )
-        return Deployed(affine, Stats(mean, var), Frozen())
 
     @torch.no_grad()
     def adapt(self, net: Backbone, state: BankState, batch: ScreenedBatch) -> Update:
@@ -135,8 +137,7 @@ class Bank(Method):
         came = torch.zeros_like(state.frequency).scatter_add(1, labels, share)
         frequency = torch.where(seen.any(1, keepdim=True), keep * state.frequency + (1 - keep) * came, state.frequency)
 
-        rows = (t.repeat_interleave(speeds, 0) for t in (mean, var, labels, seen))  # (V S, B, ...)
-        mean, var, labels, seen = rows
+        mean, var, labels, seen = (t.repeat_interleave(speeds, 0) for t in (mean, var, labels, seen))  # (V S, B, ...)
         eta = mean.new_tensor(self.speeds).repeat(streams).view(-1, 1, 1)
         groups = self.norm.group(labels, seen, mean.dtype, eta)
         pooled_mean, pooled_var, stats = self.norm(mean, var, 0, state.stats, groups, seen, 0.0)
@@ -147,13 +148,9 @@ class Bank(Method):
 
         The square is expanded around the source's mean, so that no tensor of images, speeds and channels is made.
         """
-        source: Stats = net.source(1)[1]
-        origin = source.mean[0]  # (1, C)
-        foreseen, spread = (
-            torch.cat((own.expand(len(mean), -1, -1), per_stream(pooled, len(mean))[:, :, 0]), 1)
-            for own, pooled in zip(source, state.pooled, strict=True)
-        )  # (S, V + 1, C)
-        spread, eps = spread + net.eps, net.eps
+        foreseen, spread = self._candidates(net, state)
+        origin, eps = foreseen[:, :1], net.eps  # (S, 1, C)
+        spread = spread + eps
         offset, precision = foreseen - origin, 1 / spread
         mean = mean - origin
         by_channel = weight.unsqueeze(1) @ torch.stack((var + eps + mean * mean, mean), 2).flatten(2)

@@ -25,7 +25,7 @@ from tribe.core.slots import Slot, StatisticsSlot, current_pass
 from tribe.core.state import Info, Stats
 from tribe.fields import Range
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
-from tribe.norms.balanced import Balanced
+from tribe.norms.balanced import Balanced, published_eta
 from tribe.norms.domains import Domains
 
 # The published layers of WRN-28-10, ResNeXt-29 and ResNet-50, and a later one that only such networks have too.
@@ -84,7 +84,7 @@ class Bdn(Method):
 
     def defaults(self) -> dict[str, float]:
         """Return TRIBE's eta and gamma."""
-        return {"eta": min(max(0.0005 * self.class_count, 0.01), 1.0), "gamma": self.published(0.0, 0.1, 0.5)}
+        return {"eta": published_eta(self.class_count), "gamma": self.published(0.0, 0.1, 0.5)}
 
     @property
     def norm(self) -> Balanced:

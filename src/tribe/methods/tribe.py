@@ -24,7 +24,7 @@ from tribe.core.state import Affine, Info, Stats, copy_missing, room_for, rows_o
 from tribe.fields import NotNegative
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, register, report_agreement
 from tribe.norms.balanced import CONVENTIONS as NORM_CONVENTIONS
-from tribe.norms.balanced import Balanced, Convention, apply_convention
+from tribe.norms.balanced import Balanced, Convention, apply_convention, published_eta
 
 CONVENTIONS = {
     "released": {"anchor_on": "logits", **NORM_CONVENTIONS["released"]},
@@ -97,9 +97,7 @@ class Tribe(Method):
                 f"convention is {self.convention!r}, but {', '.join(expected)} all have the values of another one: "
                 "dataclasses.replace keeps the values that the old convention set. Use tribe.methods.create instead"
             )
-        # NOTE: the paper's eta is 0.0005 K; the released settings never go below 0.01. Above K = 2000 it would pass 1.
-        least = 0.0 if self.convention == "paper" else 0.01
-        eta = min(max(0.0005 * self.class_count, least), 1.0)
+        eta = published_eta(self.class_count, self.convention)
         h0, gamma = self.published(0.05, 0.2, 0.4), self.published(0.0, 0.1, 0.5)
         for field, value in {"h0": h0, "gamma": gamma, "eta": eta}.items():
             if getattr(self, field) is None or isinstance(getattr(self, field), ClassDefault):
