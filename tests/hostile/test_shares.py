@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import socket
-import threading
 from collections import Counter
 
 import pytest
 from http_calls import IMAGES, head, infer, status, web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replays import POLICY, batch, new_fleet, working
+from replays import POLICY, Paused, batch, working
 from small_server import MODEL, listening, token
 
 from stores import Clock
@@ -223,25 +222,9 @@ async def test_a_token_that_only_predicts_claims_no_stream(tmp_path):
 # -- the worker --------------------------------------------------------------------------------------------------------
 
 
-class Paused:
-    """A fleet whose steps wait until a test lets them go."""
-
-    def __init__(self):
-        self.fleet, self.go = new_fleet(), threading.Event()
-
-    def __call__(self, images):
-        self.go.wait()
-        return self.fleet(images)
-
-    def __getattr__(self, name):
-        return getattr(self.fleet, name)
-
-    def __contains__(self, name):
-        return name in self.fleet
-
-
 async def test_a_full_worker_answers_the_user_with_less_and_refuses_the_one_with_more():
     fleet, policy = Paused(), Policy(**{**vars(POLICY), "waiting": 20})
+    fleet.go.clear()
     async with served(None, GREEDY, CAMERA, fleet=fleet, policy=policy, clock=Clock()) as (service, users):
         try:
             greedy = [asyncio.create_task(ask(service, users["greedy"], f"g-{i}")) for i in range(40)]

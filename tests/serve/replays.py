@@ -22,6 +22,24 @@ def new_fleet(**options):
     return tribe.fleet(small_network(), h0=2.0, exact=True, **options)
 
 
+class Paused:
+    """A fleet whose steps wait until a test lets them go."""
+
+    def __init__(self):
+        self.fleet, self.go = new_fleet(), threading.Event()
+        self.go.set()
+
+    def __call__(self, images):
+        self.go.wait()
+        return self.fleet(images)
+
+    def __getattr__(self, name):
+        return getattr(self.fleet, name)
+
+    def __contains__(self, name):
+        return name in self.fleet
+
+
 def batch(seed, size=2):
     return images(1, size, seed)[0]
 

@@ -3,11 +3,10 @@
 import asyncio
 import contextlib
 import random
-import threading
 
 import pytest
 import torch
-from replays import Guided, batch, kinds, new_fleet, replay, working
+from replays import Guided, Paused, batch, kinds, new_fleet, replay, working
 
 import tribe
 from stores import Clock
@@ -93,24 +92,6 @@ async def test_a_worker_that_stops_refuses_requests():
 
 
 # -- latency ----------------------------------------------------------------------------------------------------------
-
-
-class Paused:
-    """A fleet whose steps wait until a test lets them go."""
-
-    def __init__(self):
-        self.fleet, self.go = new_fleet(), threading.Event()
-        self.go.set()
-
-    def __call__(self, images):
-        self.go.wait()
-        return self.fleet(images)
-
-    def __getattr__(self, name):
-        return getattr(self.fleet, name)
-
-    def __contains__(self, name):
-        return name in self.fleet
 
 
 async def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order():

@@ -137,12 +137,16 @@ class IdleConnections:
 
 
 class LogLimit(logging.Filter):
-    """Lets a few records of each kind pass in a minute, and says then how many there were."""
+    """Lets a few records of each kind pass in a minute, and says then how many there were.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    A kind is a place in the code; ``as_one``: all records of a logger are one kind, of which one passes, without its
+    traceback.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, as_one: bool = False) -> None:
         super().__init__()
-        self._clock = clock
-        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # place -> since when, how many
+        self._clock, self._as_one, self._most = clock, as_one, 1 if as_one else LOGGED
+        self._counts: dict[tuple[str, int], tuple[float, int]] = {}  # kind -> since when, how many
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record passes."""
@@ -150,14 +154,17 @@ class LogLimit(logging.Filter):
             # uvicorn's code for zttp raises some errors of a parser, and asyncio closes the connection
             words = "a request is not HTTP, and its connection was closed: %s"
             record.msg, record.args, record.exc_info = words, (str(record.exc_info[1])[:100],), None
-        place, now = (record.pathname, record.lineno), self._clock()  # as many as the code has
-        since, count = self._counts.get(place, (now, 0))
+        if self._as_one:
+            record.exc_info = record.exc_text = None
+        kind = (record.name, 0) if self._as_one else (record.pathname, record.lineno)  # as many as the code has
+        now = self._clock()
+        since, count = self._counts.get(kind, (now, 0))
         if now - since >= LOGGED_SECONDS:
-            if count > LOGGED:
-                record.msg = f"{record.msg} (and {count - LOGGED} more like it since {now - since:.0f} s)"
+            if count > self._most:
+                record.msg = f"{record.msg} (and {count - self._most} more like it since {now - since:.0f} s)"
             since, count = now, 0
-        self._counts[place] = since, count + 1
-        return count < LOGGED
+        self._counts[kind] = since, count + 1
+        return count < self._most
 
     @contextlib.contextmanager
     def on(self, *names: str) -> Iterator[None]:

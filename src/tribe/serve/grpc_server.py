@@ -3,12 +3,10 @@
 import asyncio
 import contextlib
 import importlib
-import logging
 import os
-import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from tribe.serve.config import Limits
@@ -24,7 +22,6 @@ MAX_METADATA = 16 * 2**10  # bytes
 CALLS = 100  # at the same time on one connection
 HANDSHAKE = 10.0  # seconds until a new connection speaks HTTP/2
 KEEPALIVE = 20.0  # seconds: so long without a sign of life, then so long until a ping is answered
-SILENCE = 60.0  # seconds between two lines of the library in the log
 FILES = 4  # gRPC has at most this part of the files that the process may open
 
 
@@ -113,30 +110,3 @@ def open_files() -> int:
         return 2**31
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 2**31 if soft == resource.RLIM_INFINITY else soft
-
-
-class OneLine(logging.Filter):
-    """Pass one record in a while, without its traceback: clients cause them, without a token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._next = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is logged."""
-        record.exc_info = record.exc_text = None
-        if (now := time.monotonic()) < self._next:
-            return False
-        self._next = now + SILENCE
-        return True
-
-
-@contextmanager
-def one_log_line_a_minute() -> Iterator[None]:
-    """Bound what the library of gRPC logs in this context."""
-    logger, limit = logging.getLogger("grpc._cython.cygrpc"), OneLine()
-    logger.addFilter(limit)
-    try:
-        yield
-    finally:
-        logger.removeFilter(limit)

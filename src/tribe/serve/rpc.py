@@ -14,8 +14,9 @@ import numpy as np
 
 from tribe.serve import protocol
 from tribe.serve.app import LARGE, LARGE_JSON, Handlers
+from tribe.serve.edge import LogLimit
 from tribe.serve.errors import EXPECTED, BadInput, BadRequest, NoToken, TooLarge, TooSlow, as_serve_error
-from tribe.serve.grpc_server import Places, new_server, one_log_line_a_minute
+from tribe.serve.grpc_server import Places, new_server
 from tribe.serve.protocol import (
     MAX_DIMENSIONS,
     MAX_HEAD,
@@ -64,7 +65,7 @@ async def listening(
             port = server.add_secure_port(address, grpc.ssl_server_credentials([(key, certificate)]))
     except RuntimeError as error:
         raise OSError(f"cannot listen for gRPC on {address}: {error}. Choose another with --grpc-port") from error
-    with one_log_line_a_minute():
+    with LogLimit(as_one=True).on("grpc._cython.cygrpc"):  # clients cause its records, without a token
         await server.start()
         try:
             yield port
