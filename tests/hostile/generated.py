@@ -1,4 +1,4 @@
-"""Requests that follow from a seed: by a grammar of every route, and then wrong in words, fields or bytes."""
+"""Generate requests from a seed: valid ones by a grammar of every route, and damaged ones."""
 
 import gzip
 import io

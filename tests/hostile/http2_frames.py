@@ -36,7 +36,7 @@ def message(content, compressed=0):
 
 
 class Connection:
-    """A connection of HTTP/2 that only does what it is told; answers to settings and pings are its only manners.
+    """A connection of HTTP/2 that sends what a test asks for, and answers settings and pings.
 
     `window` is the bytes of an answer that it takes, `allowed` the bytes that the server takes: of the
     connection (0) and of each of its calls.

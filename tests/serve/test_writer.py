@@ -11,9 +11,9 @@ from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
 from tribe.serve.errors import NotStored
 from tribe.serve.runtime import Runtime, StreamSession
-from tribe.serve.sessions import Writer
 from tribe.serve.store import StoreDown
 from tribe.serve.store.sqlite import SqliteStore
+from tribe.serve.writer import Writer
 
 
 class Counting(SqliteStore):

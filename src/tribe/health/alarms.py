@@ -67,9 +67,8 @@ class CollapseState(NamedTuple):
     evidence: Tensor  # (S,) of scatter, in images
     length: Annotated[Tensor, COUNT]  # (S,) int64, images since there was no evidence
     burst: Annotated[Tensor, BURST]  # (S,) int64, the class of the source's last burst; -1: none
-    changed: Annotated[
-        Tensor, COUNT
-    ]  # (S,) int64, images since the source's bursts changed class; FAR: never, or long ago
+    # (S,) int64, images since the source's bursts changed their class; FAR: never, or long ago
+    changed: Annotated[Tensor, COUNT]
 
 
 class Signs(NamedTuple):

@@ -45,7 +45,7 @@ def decode_value(value: Any) -> Any:
 # -- state files ------------------------------------------------------------------------------------------------------
 
 
-# Nothing that a file names is opened or imported: whoever made it could name any file of this machine.
+# Nothing that a file names is opened or imported: it could name any file of this machine.
 
 
 def method_for_file(method: AnyMethod) -> dict[str, Any]:

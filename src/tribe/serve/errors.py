@@ -136,7 +136,7 @@ ANSWERS: dict[type[Exception], tuple[type[ServeError], str]] = {  # for clients,
     MemoryError: (Unavailable, NO_MEMORY),
     torch.OutOfMemoryError: (Unavailable, NO_MEMORY),
 }
-LOGGED = (StoreDown, StoreDamaged)  # whose text is for operators
+FOR_OPERATORS = (StoreDown, StoreDamaged)  # whose text only the log has
 LOG_EVERY = 10.0  # seconds between two lines of the log about errors of one type
 # A ValueError or an OSError of another type is a mistake in the server.
 EXPECTED: tuple[type[Exception], ...] = (ServeError, *ANSWERS)
@@ -151,7 +151,7 @@ def as_serve_error(error: Exception) -> ServeError:
         return Unavailable(NO_MEMORY)
     for expected, (answer, words) in ANSWERS.items():
         if isinstance(error, expected):
-            if isinstance(error, LOGGED):
+            if isinstance(error, FOR_OPERATORS):
                 _log_rarely(error)
             return answer(words.format(getattr(error, "public", error)))
     return ServeError("an unexpected error in the server; its log says more")

@@ -81,7 +81,7 @@ class Turns(Generic[J]):
 def fits_share(own: int, used: int, limit: int, alone: bool) -> bool:
     """Return whether a user may have ``own`` of a limit, of which all then use ``used``.
 
-    One of several users may have twice what is left, so at most two thirds: something is left for whoever comes next.
+    One of several users may have twice what is left, so at most two thirds: the next user finds some.
 
     >>> [fits_share(own, own, 300, alone=False) for own in (200, 201)], fits_share(60, 260, 300, alone=False)
     ([True, False], True)

@@ -174,7 +174,7 @@ class AfterCommit:
 
     @contextlib.contextmanager
     def isolated(self, what: str, stream: str) -> Iterator[None]:
-        """Log an error of the block; ``what`` is its work in words."""
+        """Log an exception of the block; ``what`` names what failed."""
         try:
             yield
         except Exception:

@@ -1,11 +1,6 @@
-"""The streams of a worker: opened at the first request, renewed, stored, followed where others own them, released.
+"""The streams of a worker: opened at the first request, renewed, followed where others own them, released.
 
 Functions that call the store or change the fleet run in threads. All bookkeeping is on the event loop.
-
-States are written behind: those that changed are stored in rounds, the oldest change first. A stream is held while its
-state is turned into bytes, so that the bytes, the clock and the request ids belong together; predictions go on. The
-writing itself holds nothing. Streams are held together, because each has to wait for the step that runs, and small
-states are stored together, because each transaction waits for the disk.
 """
 
 import asyncio
@@ -15,22 +10,20 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
-from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
+from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream
 from tribe.serve.fairness import fits_share
 from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
-from tribe.serve.store import Claim, Fenced, Stored, StoreDamaged, StoreDown, StreamStore, Write
-
-TOGETHER = 64  # most streams that are held at the same time
+from tribe.serve.store import Claim, Stored, StoreDamaged, StoreDown, StreamStore
+from tribe.serve.writer import Writer
 
 Opening = asyncio.Task[StreamSession]
-Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with what belongs to it
 
 
 def new_owner() -> str:
@@ -388,113 +381,3 @@ class Sessions:
                 f"stream {session.name!r} was released or lost at this moment; nothing was changed. Try again"
             )
         return session.claim
-
-
-class Writer:
-    """Stores the states of owned streams; ``on_fenced`` is called with one that another worker owns now, and why."""
-
-    def __init__(
-        self, runtime: Runtime, store: StreamStore, on_fenced: Callable[[StreamSession, str], Awaitable[None]]
-    ) -> None:
-        self.runtime, self.policy, self.store, self._on_fenced = runtime, runtime.policy, store, on_fenced
-        self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
-        self._size = 0  # bytes of the last state
-        self._failures = 0
-        self._paused_until = 0.0
-
-    async def round(self, sessions: Iterable[StreamSession]) -> None:
-        """Store the streams that changed, the oldest change first, up to the bytes of a round."""
-        if self.runtime.clock() < self._paused_until:
-            return
-        changed = [session for session in sessions if session.dirty_since is not None and session.claim is not None]
-        changed.sort(key=lambda session: session.dirty_since or 0.0)
-        written = 0
-        while changed and written < self.policy.write_bytes:
-            # States of one fleet have one size, so that the last one says how many fit.
-            count = min(TOGETHER, max(1, (self.policy.write_bytes - written) // self._size)) if self._size else 1
-            group, changed = changed[:count], changed[count:]
-            try:
-                written += await self._write(group)
-            except StoreDown:
-                return
-
-    async def write(self, session: StreamSession) -> None:
-        """Store one stream if it has changed; after `StoreDown` or `NotStored` it counts as changed still."""
-        await self._write([session])
-        if session.unstorable is not None:
-            raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}")
-
-    async def _write(self, group: Sequence[StreamSession]) -> int:
-        """Store streams, and return how many bytes. All are held at the same time: else each would wait for a step."""
-        async with self._lock:
-            try:
-                captured = await asyncio.gather(*map(self._capture, group), return_exceptions=True)
-                good = list[Captured]()
-                for session, one in zip(group, captured, strict=True):
-                    if isinstance(one, BaseException):
-                        self._report_failure(session, one)
-                    elif one is not None:
-                        good.append(one)
-                return await self._store(good) if good else 0
-            finally:  # what was captured and not stored counts as changed: `stop` cancels a round anywhere
-                for session in group:
-                    if session.writing_since is not None:
-                        session.dirty_since, session.writing_since = session.writing_since, None
-
-    async def _capture(self, session: StreamSession) -> Captured | None:
-        """Return the state of a stream as bytes, with what belongs to it; None: there is nothing to store."""
-        if session.claim is None:
-            return None
-        async with self.runtime.hold(session.name):
-            if session.dirty_since is None or session.claim is None:
-                return None
-            blob = await self.runtime.run("writer", lambda: self.runtime.fleet.to_bytes(session.name))
-            if session.claim is None:  # lost meanwhile
-                return None
-            session.writing_since, session.dirty_since = session.dirty_since, None
-            return session, Write(session.claim, blob, session.clock, tuple(session.recent))
-
-    async def _store(self, captured: Sequence[Captured]) -> int:
-        """Store captured states in one transaction, and return how many bytes."""
-        try:
-            refused = await self.runtime.run("writer", partial(self.store.write, [write for _, write in captured]))
-        except StoreDown as error:
-            self.note_failure(error)
-            raise
-        if self._failures:
-            self.runtime.events.add("store-up", "the store works again")
-        self._failures, self._paused_until, written = 0, 0.0, 0
-        for session, write in captured:
-            reason = refused.get(session.name)
-            if reason is None:
-                session.writing_since = session.unstorable = None
-                self._size = len(write.blob)
-                self.runtime.metrics.writes.inc()
-                self.runtime.metrics.write_bytes.inc(len(write.blob))
-                written += len(write.blob)
-            elif isinstance(reason, Fenced):
-                session.writing_since = None
-                if session.claim is None or session.claim.generation == write.claim.generation:
-                    self.runtime.metrics.fenced.inc()
-                    await self._on_fenced(session, str(reason))  # else it was claimed anew, and this state was replaced
-            else:
-                self._report_failure(session, reason)  # and it counts as changed again
-        return written
-
-    def _report_failure(self, session: StreamSession, error: BaseException) -> None:
-        """Note that a state cannot be stored for a reason of its own, such as a number that is not finite."""
-        self.runtime.metrics.store_errors.inc()
-        why = str(as_serve_error(error)) if isinstance(error, Exception) else type(error).__name__
-        reported, session.unstorable = session.unstorable is not None, why
-        if not reported:
-            self.runtime.events.add("not-stored", f"it cannot be stored: {why}", session.name, logging.ERROR, error)
-
-    def note_failure(self, error: Exception) -> None:
-        """Pause because the store failed, longer each time; the first time, add an event."""
-        self.runtime.metrics.store_errors.inc()
-        pause = min(self.policy.retry_most, self.policy.retry * 2**self._failures)
-        self._failures = min(self._failures + 1, 30)
-        self._paused_until = self.runtime.clock() + pause
-        if self._failures == 1:
-            words = "the store fails. Streams go on; their learning is not stored until it works again"
-            self.runtime.events.add("store-down", words, level=logging.ERROR, error=error)

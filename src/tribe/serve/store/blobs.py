@@ -158,7 +158,7 @@ class Blobs:
 
 
 def refuse_link(path: Path) -> None:
-    """Raise `StoreDown` for a symbolic link inside a store: whoever made it decides where states are written."""
+    """Raise `StoreDown` for a symbolic link inside a store: states would be written where it leads."""
     if path.is_symlink():
         raise StoreDown(f"{path} is a symbolic link: a store writes within its folder, which may be a link itself")
 
