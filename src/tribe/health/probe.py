@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tribe.core.backbone import Backbone
 from tribe.core.bounds import NOT_NEGATIVE
-from tribe.core.rules import Frozen, pool_batch
+from tribe.core.rules import Frozen, Recorded, pool_batch
 from tribe.core.state import Stats
 from tribe.core.validation import good_images
 from tribe.health.changes import DEPTHS, constants, moves_by_depth
@@ -31,9 +31,7 @@ BATCH = 64  # the most images that pass at once: a large image takes megabytes i
 
 @dataclass(frozen=True)
 class ReturnBatchStats:
-    """Normalise with the stored statistics, or with those of the batch, and return those of the batch."""
-
-    stored: bool
+    """Normalise with the statistics of the batch, and return them."""
 
     classes: ClassVar[int] = 1
     observes: ClassVar[bool] = True
@@ -41,9 +39,9 @@ class ReturnBatchStats:
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
     ) -> tuple[Tensor, Tensor, Stats]:
-        """Return the mean and variance to normalise with, and the batch's statistics."""
+        """Return the batch's statistics, to normalise with and to keep."""
         own = Stats(*pool_batch(mean, var, valid))
-        return *(stats if self.stored else own), own
+        return *own, own
 
 
 class ShiftState(NamedTuple):
@@ -82,7 +80,7 @@ def ask(
     row = torch.arange(len(x), device=x.device).unsqueeze(1)
     probes = x[row, place].masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0)  # others may be NaN
     affine, stats = net.origin.state if len(x) == 1 else net.source(len(x))
-    output = net(probes, affine, stats, ReturnBatchStats(stored=True) if measures else Frozen(), valid=real)
+    output = net(probes, affine, stats, Recorded() if measures else Frozen(), valid=real)
     some = output.logits.float()
     fine = real & some.isfinite().all(2)
     none = some.new_zeros(*valid.shape, some.shape[2])
@@ -90,7 +88,7 @@ def ask(
     known = torch.zeros_like(valid).scatter(1, place, fine)
     if not measures:
         return Answers(logits, known, state.weight.new_zeros(len(x), DEPTHS)), state
-    state = _remember(state, output.stats, fine.sum(1))
+    state = _remember(state, Stats(*pool_batch(output.stats.mean, output.stats.var, real)), fine.sum(1))
     return Answers(logits, known, measure_shift(net, state)), state
 
 
@@ -167,7 +165,7 @@ def distance_of_images(net: Backbone, images: Tensor) -> float:
     for first in range(batches):
         part = images[first::batches]
         valid = torch.ones(1, len(part), dtype=torch.bool, device=net.device)
-        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(stored=False), valid=valid).stats
+        own = net(part.unsqueeze(0).to(net.device), affine, stats, ReturnBatchStats(), valid=valid).stats
         mean += own.mean * (len(part) / len(images))
         square += (own.var + own.mean.square()) * (len(part) / len(images))
     return float(distance_of_statistics(net, Stats(mean, square - mean.square())))
