@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column, Table
 from rich.text import Text
 
+from tribe.experiments.bench.measurement import BenchProgress
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import ExperimentProgress, Failure
 from tribe.experiments.spec import plain
@@ -174,3 +175,17 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
             progress.update(total, description=f"{title}: {finished} of {count} runs")
 
         yield Followers(follow, done, played, results)
+
+
+@contextlib.contextmanager
+def timing_bar() -> Iterator[BenchProgress]:
+    """Show a bar that is drawn between timings only: a thread that draws would disturb them."""
+    name = TextColumn("{task.description:14}", markup=False)
+    columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+        task = bar.add_task("building", total=None)
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, description=printable(name), refresh=True)
+
+        yield show

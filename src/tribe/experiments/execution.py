@@ -118,6 +118,7 @@ class ExperimentRunner:
                     progress=progress,
                     # A resumed stream ends with the same bits on a GPU, too.
                     deterministic=net.device.type == "cuda",
+                    realtime=experiment.realtime,
                 )
             except StateFileError as error:
                 names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
@@ -139,6 +140,7 @@ class ExperimentRunner:
         """Build the components of an experiment that was read from plain data."""
         e, workbench = experiment, self.workbench or Workbench(device=experiment.device, threads=experiment.threads)
         options: Any = {"seeds": e.seeds, "batch": e.batch, "precision": e.precision, "workbench": workbench}
+        options |= {"realtime": e.realtime}
         built = dataclasses.replace(
             Experiment.of(e.dataset, e.model, e.scenario, e.method, **options), threads=e.threads
         )

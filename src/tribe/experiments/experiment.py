@@ -16,6 +16,7 @@ from typing import Any
 from tribe.core.precision import check_precision, precision_on
 from tribe.data import models
 from tribe.experiments.provenance import code_at, code_of
+from tribe.experiments.realtime import Realtime
 from tribe.experiments.spec import ComponentSpec, canonical, describe, differences
 from tribe.experiments.workbench import Parts, Workbench
 from tribe.fields import is_whole
@@ -30,6 +31,7 @@ SCHEMA = {
     "batch": int,
     "threads": (int, None),
 }
+CLOCK = {"realtime?": {"speed": float, "cost": float}}
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,7 @@ class Experiment:
     precision: str  # of tribe.core.precision.PRECISIONS
     device: str  # "cpu" or "cuda"
     threads: int | None  # of the CPU; None on a GPU, where no sum depends on it
+    realtime: Realtime | None = None  # the stream does not wait; None: it does, and the spec has no such field
     seeds: tuple[int, ...] = (0,)  # one stream each, side by side; each stream is what it would be alone
     parts: Parts | None = field(default=None, repr=False)  # the components, where this process has built them
 
@@ -63,6 +66,7 @@ class Experiment:
         seeds: Sequence[int] = (0,),
         batch: int = 64,
         precision: str = "float32",
+        realtime: Realtime | None = None,
         workbench: Workbench | None = None,
     ) -> "Experiment":
         """Build the components on the workbench, and return the experiment that plays them."""
@@ -84,6 +88,7 @@ class Experiment:
             precision=precision_on(workbench.device, precision),
             device=workbench.device.type,
             threads=workbench.threads if workbench.device.type == "cpu" else None,
+            realtime=realtime,
             seeds=tuple(seeds),
             parts=parts,
         )
@@ -98,17 +103,19 @@ class Experiment:
         """Return all that the id is a hash of, as plain data."""
         fields = {name: getattr(self, name) for name in SCHEMA}
         fields |= {name: fields[name].json() for name in COMPONENTS}
+        fields |= {} if self.realtime is None else {"realtime": self.realtime.json()}
         spec: dict[str, Any] = json.loads(json.dumps(fields, sort_keys=True, allow_nan=False))
         return spec
 
     @staticmethod
     def from_json(data: Mapping[str, Any], seeds: Sequence[int] = (0,)) -> "Experiment":
         """Return the experiment that `json` described, with these seeds; a damaged spec raises ValueError."""
-        json_files.check(data, SCHEMA, "the spec of the experiment")
-        if unknown := sorted(data.keys() - SCHEMA.keys()):
+        json_files.check(data, SCHEMA | CLOCK, "the spec of the experiment")
+        if unknown := sorted(data.keys() - SCHEMA.keys() - {"realtime"}):
             raise ValueError(f"the spec of the experiment has an unknown field {unknown[0]!r}: remove it")
         try:
-            components = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
+            components: dict[str, Any] = {name: ComponentSpec(**data[name]) for name in COMPONENTS}
+            components |= {"realtime": Realtime(**data["realtime"])} if "realtime" in data else {}
         except TypeError as error:
             raise ValueError(f"the spec of the experiment is damaged: {error}") from error
         return Experiment(**{**data, **components}, seeds=tuple(seeds))

@@ -24,6 +24,7 @@ from tribe.core.kernels import Switch
 from tribe.core.state import Info, clone, digest, leaves, rebuild, select, tree_map
 from tribe.data.datasets import fingerprint, optional
 from tribe.experiments.provenance import code_of, file_digest, is_custom
+from tribe.experiments.realtime import ClockedSteps, Realtime
 from tribe.experiments.record import FROM_INFO, Kind, Outputs, Record, Trace, Watched
 from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.stream import Batch, Stream
@@ -65,6 +66,7 @@ def run(
     progress: Progress | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
+    realtime: Realtime | None = None,
 ) -> list[Record]:
     """Predict every stream, adapting on the way; return a record for each.
 
@@ -84,8 +86,10 @@ def run(
         progress: Called after every batch.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.core.graphs`); True insists on it.
         deterministic: The same bits every time on a GPU too, so that a resumed run equals one that never stopped.
+        realtime: The stream does not wait: see `tribe.experiments.realtime`.
     """
-    given = {"method": {"name": getattr(method, "name", None)}, **(spec or {})}
+    clock = {} if realtime is None else {"realtime": realtime.json()}
+    given = {"method": {"name": getattr(method, "name", None)}, **(spec or {}), **clock}
     _check(net, method, stream, every, given)
     seeds = [seed + i for i in range(len(stream.seeds))] if isinstance(seed, int) else list(seed)
     source = _initial_state(net, method, len(stream.seeds), seeds)
@@ -100,7 +104,8 @@ def run(
         file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, outputs)
     table = RecordTable(stream, columns, start, outputs)
-    steps, retired = Steps(method, net, graphs, deterministic), None
+    plan, retired = None if realtime is None else realtime.plan(stream), None
+    steps = ClockedSteps(Steps(method, net, graphs, deterministic), plan)
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, start  # after the last batch that was finished
     try:
@@ -109,8 +114,7 @@ def run(
             x, valid, reset = (t.to(net.device, non_blocking=pin) for t in (batch.x, batch.valid, batch.reset))
             if batch.reset.any():
                 state, retired = select(reset, clone(source), state), None  # a copy: its memory will be reused
-            old, (output, state) = state, steps(state, x, valid, retired)
-            retired = old  # its memory serves the step after next
+            output, state, retired = steps(step - 1, state, x, valid, retired)  # retired memory serves the next step
             confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
             table.append(step, batch, output, prediction, confidence, seconds, _observe(method, net, state, step))
@@ -125,7 +129,7 @@ def run(
         raise
     if file is not None and not keep_checkpoint:
         file.path.unlink(missing_ok=True)
-    records = table.records(given if spec is not None else _described(net, method, stream))
+    records = table.records(given if spec is not None else _described(net, method, stream) | clock)
     _warn_of_skipped(state, sum(len(record.label) for record in records))
     return records
 

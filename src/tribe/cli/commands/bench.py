@@ -9,17 +9,16 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
 from tribe.cli.options import Device, Precision, method_names, parse_shape
-from tribe.cli.output import fail, messages, write_json
+from tribe.cli.output import fail, messages, timing_bar, write_json
 from tribe.core.precision import choose_device, precision_on
 from tribe.experiments.bench import contenders, measurement, results
-from tribe.experiments.bench.measurement import REPEATS, BenchProgress, BenchResult
+from tribe.experiments.bench.measurement import REPEATS, BenchResult
 from tribe.fields import printable
 from tribe.io.files import check_file
 
@@ -87,7 +86,7 @@ def bench(
         )
         if old is not None:
             results.check_comparable(old.setting, setting)  # before the work, not after it
-        with _progress() as show:
+        with timing_bar() as show:
             net = build(where)
             result = measurement.measure(net, setting, names, compiled=compiled, repeats=repeats, progress=show)
     _print(result, old, json_file)
@@ -132,17 +131,3 @@ def _network(
     if count is None:
         raise ValueError(f"the number of classes of {name} is unknown: give it with --classes")
     return net.to, count, shape
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[BenchProgress]:
-    """Show a bar that is drawn between timings only: a thread that draws would disturb them."""
-    name = TextColumn("{task.description:14}", markup=False)
-    columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
-        task = bar.add_task("building", total=None)
-
-        def show(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=printable(name), refresh=True)
-
-        yield show

@@ -1,5 +1,6 @@
 """``tribe run``: play a stream to some methods and print their errors. Without options: offline, on real digits."""
 
+import dataclasses
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,14 +9,18 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
+from typer.core import TyperCommand
 
 import tribe
 from tribe.cli import options, output
 from tribe.cli.commands import app
 from tribe.experiments import plots
+from tribe.experiments.bench.costs import measured_costs, read_costs
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import run_all
 from tribe.experiments.provenance import machine
+from tribe.experiments.realtime import Realtime
 from tribe.experiments.store import Result
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
@@ -32,9 +37,36 @@ Logits = Annotated[
     bool,
     typer.Option("--logits", help="Keep the logits of every image in the records. Results without are computed again."),
 ]
+Speed = Annotated[
+    float | None,
+    typer.Option(
+        "--realtime",
+        metavar="[SPEED]",
+        help="The stream does not wait for a busy method: SPEED images arrive while plain inference predicts one; 1 if "
+        "not given.",
+    ),
+]
+Costs = Annotated[
+    Path | None,
+    typer.Option(
+        help='With --realtime: JSON such as {"tribe": 7.25}, a step / plain inference; or a summary of --json.',
+        show_default="measured once, in costs.json of --out",
+    ),
+]
 
 
-@app.command()
+class RunCommand(TyperCommand):
+    """A command whose option --realtime may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Add the value 1 where it is missing."""
+        for i in [i for i, word in enumerate(args) if word == "--realtime"][::-1]:
+            if args[i + 1 : i + 2] == [] or args[i + 1].startswith("--"):
+                args.insert(i + 1, "1")
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=RunCommand)
 def run(
     dataset: options.DatasetName = "live-mnist-c",
     model: options.Model = "compact",
@@ -48,6 +80,8 @@ def run(
     json_file: options.JsonFile = None,
     force: Annotated[bool, typer.Option("--force", help="Compute results anew that are there.")] = False,
     logits: Logits = False,
+    realtime: Speed = None,
+    costs: Costs = None,
 ) -> None:
     """Play a stream to some methods: live progress, a table of errors, and a chart.
 
@@ -63,11 +97,18 @@ def run(
         if not names:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         points: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+        if realtime is not None:
+            Realtime(realtime, 1.0)  # refuses a speed before the work
+        elif costs is not None:
+            raise ValueError("--costs is for runs in real time: add --realtime")
         planned, workbench = options.plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
+        if realtime is not None:
+            planned = _clocked(names, planned, realtime, costs, out)
         experiments, device = dict(zip(names, planned, strict=True)), machine(workbench.device)
     first = planned[0]
     assert first.parts is not None
     title, count = f"{first.dataset.name}, {first.model.name}, {first.scenario.name}", len(first.seeds)
+    title += "" if realtime is None else f", real time at {realtime:g} x inference"
     streams = f"{count} stream{'s' * (count > 1)} of {len(first.parts.stream.schedules[0].index):,} images"
     console.print(
         printable(f"{title}: {streams}, batch {first.batch}, on {device['device']}"), markup=False, highlight=False
@@ -79,6 +120,18 @@ def run(
         raise typer.Exit(130 if stopped else 2)
     if failed := [name for name in experiments if name not in results]:
         output.fail(f"{', '.join(failed)} could not be played to the end; the reasons are above")
+
+
+def _clocked(
+    names: list[str], planned: list[Experiment], speed: float, file: Path | None, out: Path
+) -> list[Experiment]:
+    """Return the experiments under the clock, each with the cost of its method."""
+    if file is not None:
+        costs = read_costs(file, names)
+    else:
+        with output.timing_bar() as show:
+            costs = measured_costs(planned, out, show)
+    return [dataclasses.replace(e, realtime=Realtime(speed, c)) for e, c in zip(planned, costs, strict=True)]
 
 
 def _play(
@@ -114,9 +167,15 @@ def _show(
         means = {name: fmean(result.values(key)) for name, result in results.items()}
         for name, mean in means.items():
             cells[name][i].stylize("bold" if mean == min(means.values()) else "")
-    console.print(output.make_table(["method"], output.HEADER, ([name, *row] for name, row in cells.items())))
+    clocks = {name: clock for name, result in results.items() if (clock := result.experiment.realtime) is not None}
+    for name, clock in clocks.items():
+        cells[name] += [Text(f"{clock.cost:g}"), Text(f"{100 * clock.share:.1f}")]
+    header = (*output.HEADER, *(("x inference", "taken, %") if clocks else ()))
+    console.print(output.make_table(["method"], header, ([name, *row] for name, row in cells.items())))
     first = next(iter(results.values())).experiment
     spec = {name: value for name, value in first.json().items() if name != "method"}
+    if first.realtime is not None:
+        spec["realtime"] = {"speed": first.realtime.speed, "costs": {name: c.cost for name, c in clocks.items()}}
     summary = path.with_name(f"{path.name}.json")
     try:
         output.write_json({"spec": spec, "machine": device, "results": _rows(results)}, json_file, summary)

@@ -1,0 +1,145 @@
+"""The cost of a method for runs in real time: measured once, kept beside the results, and replayed.
+
+``costs.json`` in a folder of results has an entry for each method with its fields, network, data set, batch, precision,
+device and threads. A cost is the mean time of a step on the first batches of the stream, learning on and on, divided by
+the time of plain inference of the same batches: eager, in the layout of the network. All take turns; it is the median
+over some rounds.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tribe import methods
+from tribe.core.backbone import Backbone
+from tribe.core.graphs import Steps
+from tribe.core.precision import float32_precision
+from tribe.experiments.bench.clock import WARM_UP, summary, time_in_turns, warm_up
+from tribe.experiments.bench.contenders import PLAIN
+from tribe.experiments.bench.measurement import BenchProgress
+from tribe.experiments.experiment import Experiment
+from tribe.experiments.provenance import machine
+from tribe.experiments.runner import predictions
+from tribe.experiments.spec import canonical
+from tribe.experiments.workbench import in_precision
+from tribe.io import json_files
+from tribe.io.files import exclusive, write_atomically
+from tribe.methods import AnyMethod, get_fields
+
+FILE = "costs.json"
+BATCHES = 8  # of a timing, at least: some methods learn from every n-th batch only
+ROUNDS = 5
+COST = json_files.Where(float, lambda cost: 0 < cost < 1e9, "a number above 0")
+MEASURED = {...: {"method": str, "cost": COST}}
+GIVEN = ({"spec": {"realtime": {"costs": {...: COST}}}}, {...: COST})
+
+
+def read_costs(path: Path, names: Sequence[str]) -> list[float]:
+    """Return the cost of each method, from a file such as ``{"tribe": 7.25}`` or the summary of `tribe run --json`."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no costs at {path}; without --costs they are measured")
+    data = json_files.read(path, GIVEN)
+    costs = data["spec"]["realtime"]["costs"] if "spec" in data else data
+    for name in costs.keys() - set(names):
+        methods.get(name)  # raises with the names that are near
+    if missing := [name for name in names if name not in costs]:
+        raise ValueError(f"{path} has no cost of {', '.join(missing)}; add it, or measure all without --costs")
+    return [float(costs[name]) for name in names]
+
+
+def measured_costs(experiments: Sequence[Experiment], root: Path, progress: BenchProgress | None = None) -> list[float]:
+    """Return the cost of the method of each experiment, from the folder of results, or measured and added to it.
+
+    The experiments differ in nothing but the method.
+    """
+    keys, path = [_key(experiment) for experiment in experiments], root / FILE
+    root.mkdir(parents=True, exist_ok=True)
+    with exclusive(root / ".costs.lock", wait=True):  # two measurements at once would disturb each other
+        advice = "Remove it to measure again"
+        costs = dict(json_files.read(path, MEASURED, advice)) if path.exists() else {}
+        if missing := {key: one for key, one in zip(keys, experiments, strict=True) if key not in costs}:
+            costs |= dict(zip(missing, measure(list(missing.values()), progress), strict=True))
+            write_atomically(path, json.dumps(costs, indent=1).encode() + b"\n")
+    return [float(costs[key]["cost"]) for key in keys]
+
+
+def _key(experiment: Experiment) -> str:
+    """Return a hash of what a cost depends on: not the order of the images."""
+    facts = {name: value for name, value in experiment.json().items() if name not in ("scenario", "realtime")}
+    return hashlib.sha256(canonical(facts).encode()).hexdigest()[:16]
+
+
+def measure(experiments: Sequence[Experiment], progress: BenchProgress | None = None) -> list[dict[str, Any]]:
+    """Time the methods of experiments and plain inference in turns; return the entry of each in the file of costs."""
+    first = experiments[0]
+    assert first.parts is not None
+    stream, device = first.parts.stream, first.parts.net.device
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(float32_precision(first.precision))
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(first.threads or torch.get_num_threads())
+        images = [batch.x[:1, batch.valid[0]].to(device) for batch in itertools.islice(stream, BATCHES)]
+        images = [x for x in images if x.shape[1] == images[0].shape[1]]
+        plays: dict[str, Any] = {}
+        for number, each in enumerate(experiments):
+            assert each.parts is not None
+            net, method = in_precision(each.parts.net, each.parts.method, each.precision)
+            plays.setdefault(PLAIN, PlainPlay(net, images))
+            plays[f"{number} {each.method.name}"] = MethodPlay(net, method, images)
+        done, total = itertools.count(1), len(plays) * (ROUNDS + 1)
+
+        def advance(name: str) -> None:
+            if progress is not None:
+                progress(next(done), total, name.partition(" ")[2] or name)
+
+        for name, play in plays.items():
+            warm_up(play, device, WARM_UP)
+            advance(name)
+        periods = {name: play.period for name, play in plays.items()}
+        times = time_in_turns(plays, ROUNDS, device, periods=periods, on_timing=advance)
+    plain, *others = (summary(found) for found in times.values())
+    shared = {"seconds_plain": plain[0], "machine": machine(device)}
+    return [
+        {"method": each.method.name, "cost": float(f"{seconds / plain[0]:.4g}"), "seconds": seconds, "spread": spread}
+        | shared
+        for each, (seconds, spread) in zip(experiments, others, strict=True)
+    ]
+
+
+class PlainPlay:
+    """Plain inference of one batch after the other."""
+
+    def __init__(self, net: Backbone, images: Sequence[Tensor]) -> None:
+        self.images, self.period = itertools.cycle([x[0].to(net.dtype) for x in images]), BATCHES
+        self.model = net.plain(*net.source())
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Predict the next batch."""
+        self.model(next(self.images))
+
+
+class MethodPlay:
+    """The steps of a method on one batch after the other; a timing holds its whole period."""
+
+    def __init__(self, net: Backbone, method: AnyMethod, images: Sequence[Tensor]) -> None:
+        self.images, self.kind = itertools.cycle(images), method.output
+        self.steps = Steps(method, net, deterministic=net.device.type == "cuda")  # as in a run
+        self.state, self.retired = method.init(net), None
+        every, batch = get_fields(method).get("every") or 1, images[0].shape[1]
+        period = every // math.gcd(every, batch)
+        self.period = period * math.ceil(BATCHES / period)
+
+    def __call__(self) -> None:
+        """Take the next step."""
+        output, new = self.steps(self.state, next(self.images), None, self.retired)
+        self.state, self.retired = new, self.state
+        predictions(output, self.kind)
