@@ -2,8 +2,8 @@
 
 ``costs.json`` in a folder of results has an entry for each method with its fields, network, data set, batch, precision,
 device and threads. A cost is the mean time of a step on the first batches of the stream, learning on and on, divided by
-the time of plain inference of the same batches: eager, in the layout of the network. All take turns; it is the median
-over some rounds.
+the time of plain inference of the same batches: eager, in the layout of the network. All take turns, and the median
+over the rounds counts. So a cost that varies from batch to batch is its mean.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tribe.methods import AnyMethod, get_fields
 
 FILE = "costs.json"
 BATCHES = 8  # of a timing, at least: some methods learn from every n-th batch only
-ROUNDS = 5
+ROUNDS = 7
 COST = json_files.Where(float, lambda cost: 0 < cost < 1e9, "a number above 0")
 MEASURED = {...: {"method": str, "cost": COST}}
 GIVEN = ({"spec": {"realtime": {"costs": {...: COST}}}}, {...: COST})
@@ -105,13 +105,13 @@ def measure(experiments: Sequence[Experiment], progress: BenchProgress | None = 
             advance(name)
         periods = {name: play.period for name, play in plays.items()}
         times = time_in_turns(plays, ROUNDS, device, periods=periods, on_timing=advance)
-    plain, *others = (summary(found) for found in times.values())
-    shared = {"seconds_plain": plain[0], "machine": machine(device)}
-    return [
-        {"method": each.method.name, "cost": float(f"{seconds / plain[0]:.4g}"), "seconds": seconds, "spread": spread}
-        | shared
-        for each, (seconds, spread) in zip(experiments, others, strict=True)
-    ]
+    plain, *others = times.values()
+    computer, entries = machine(device), []
+    for each, found in zip(experiments, others, strict=True):
+        cost, spread = summary([one / other for one, other in zip(found, plain, strict=True)])
+        entry = {"method": each.method.name, "cost": float(f"{cost:.4g}"), "spread": spread}
+        entries.append(entry | {"seconds": summary(found)[0], "seconds_plain": summary(plain)[0], "machine": computer})
+    return entries
 
 
 class PlainPlay:

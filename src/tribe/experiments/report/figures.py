@@ -112,15 +112,16 @@ def calibration(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -
 
 
 def cost(group: ResultGroup, rows: Sequence[MethodRow], series: Series) -> Chart:
-    """Draw the time of an image against the error, of the rows that have a time."""
-    both = {row.label: (row.score(COST).mean, row.score(INSTANCE).mean) for row in rows}
-    both = {label: (max(ms, 1e-6), error) for label, (ms, error) in both.items() if math.isfinite(ms)}
-    figure, axes = _axes("ms per image (logarithmic)", "instance error, %")
+    """Draw the cost against the error: the time of an image or, in real time, the cost that the clock counts."""
+    clocked, unit = group.speed is not None, "x inference" if group.speed is not None else "ms"
+    both = {row.label: (row.inferences if clocked else row.score(COST).mean, row.score(INSTANCE).mean) for row in rows}
+    both = {label: (max(cost, 1e-6), error) for label, (cost, error) in both.items() if math.isfinite(cost)}
+    figure, axes = _axes(f"{unit if clocked else 'ms per image'} (logarithmic)", "instance error, %")
     axes.set_xscale("log")
-    for label, (ms, error) in both.items():
-        axes.plot([ms], [error], gid=f"series-{series[label]}", markersize=7, **swatch(series[label]))
+    for label, (cost, error) in both.items():
+        axes.plot([cost], [error], gid=f"series-{series[label]}", markersize=7, **swatch(series[label]))
     axes.set_ylim(bottom=0)
-    legend = {label: f"{label}: {ms:.2f} ms, {error:.1f} %" for label, (ms, error) in both.items()}
+    legend = {label: f"{label}: {cost:.2f} {unit}, {error:.1f} %" for label, (cost, error) in both.items()}
     caption = "Time to predict and adapt, against instance error. Lower left is better."
     return _chart(figure, group, "Cost against error", caption, legend)
 

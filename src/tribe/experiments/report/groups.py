@@ -28,7 +28,8 @@ from tribe.experiments.store import PACK, Result, ResultStore, changed, record_p
 from tribe.fields import is_number
 from tribe.methods.encoding import decode_value, encode_fields
 
-OF_A_ROW = ("method", "seed", "experiment")  # what may differ within a group
+CLOCK, REAL_TIME = "realtime", "real time x"  # the field of a spec for runs in real time, and what its fact begins with
+OF_A_ROW = ("method", "seed", "experiment", CLOCK)  # what may differ within a group; of the clock, the cost
 CHOSEN = ("classes", "knowledge")  # fields of a method that `tribe run` sets by itself
 ROOM = "room"  # a field that `tribe run` raises for larger images
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
@@ -92,6 +93,11 @@ class MethodRow(NamedTuple):
     played: tuple[PlayedStream, ...]  # by seed
 
     @property
+    def inferences(self) -> float:
+        """The cost of the method in real time, relative to plain inference; NaN where the stream waited."""
+        return _clock(self.played[0].spec).get("cost", math.nan)
+
+    @property
     def records(self) -> list[Record]:
         """The records, as far as they were kept."""
         return [played.record for played in self.played if played.record is not None]
@@ -123,6 +129,12 @@ class ResultGroup(NamedTuple):
 
     facts: tuple[str, ...]  # data set, scenario, imbalance, network, and what else distinguishes it from other groups
     rows: tuple[MethodRow, ...]
+    stream: str = ""  # a text that groups have in common if they differ in their speed only
+
+    @property
+    def speed(self) -> float | None:
+        """The speed of a stream that does not wait, relative to plain inference; None: it waits."""
+        return _clock(self.rows[0].played[0].spec).get("speed")
 
     @property
     def title(self) -> str:
@@ -259,10 +271,25 @@ def _grouped(found: list[PlayedStream]) -> tuple[ResultGroup, ...]:
     groups: dict[str, dict[str, list[PlayedStream]]] = defaultdict(lambda: defaultdict(list))
     for played in found:
         shared = {key: value for key, value in played.spec.items() if key not in OF_A_ROW}
+        clock = _clock(played.spec)
+        shared |= {CLOCK: clock["speed"]} if clock else {}
         group = groups[_canonical([shared, played.domains, played.classes])]
-        group[_canonical(played.spec.get("method"))].append(played)
+        group[_canonical([played.spec.get("method"), clock.get("cost")])].append(played)
     facts = sorted(_facts(list(groups)), key=lambda pair: (_natural(" ".join(pair[1])), pair[0]))
-    return tuple(ResultGroup(texts, _rows(groups[key])) for key, texts in facts)
+    return tuple(ResultGroup(texts, _rows(groups[key]), _without_clock(key)) for key, texts in facts)
+
+
+def _clock(spec: Fields) -> dict[str, float]:
+    """Return speed and cost of a spec in real time; nothing if it is in none, or damaged."""
+    clock = spec.get(CLOCK)
+    numbers = {name: clock.get(name) for name in ("speed", "cost")} if isinstance(clock, Mapping) else {}
+    return {name: float(n) for name, n in numbers.items()} if all(map(is_number, numbers.values())) else {}
+
+
+def _without_clock(key: str) -> str:
+    """Return the key of a group without its speed."""
+    shared, *tables = json.loads(key)
+    return _canonical([{name: value for name, value in shared.items() if name != CLOCK}, *tables])
 
 
 def _rows(rows: Mapping[str, list[PlayedStream]]) -> tuple[MethodRow, ...]:
@@ -312,7 +339,8 @@ def _main_facts(spec: Mapping[str, Any]) -> tuple[str, ...]:
     scenario, fields = component(spec.get("scenario"))
     imbalance = fields.get("imbalance")
     rare = f"imbalance {_short(imbalance)}" if imbalance is not None else None
-    return tuple(fact for fact in (data or "no data set named", scenario, rare, model) if fact)
+    clock = f"{REAL_TIME} {_short(spec[CLOCK])}" if CLOCK in spec else None
+    return tuple(fact for fact in (data or "no data set named", scenario, rare, model, clock) if fact)
 
 
 def _field(place: str, value: Any) -> str:

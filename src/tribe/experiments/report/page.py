@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 import shlex
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from tribe.experiments.report import figures
 from tribe.experiments.report.groups import (
     INSTANCE,
     LONG,
+    REAL_TIME,
     SHORT,
     MethodRow,
     PlayedStream,
@@ -29,6 +30,14 @@ from tribe.experiments.report.groups import (
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
+
+
+class ClockTable(NamedTuple):
+    """The errors of methods on one stream in real time, at each speed."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 class ClassMap(NamedTuple):
@@ -70,6 +79,7 @@ def render(runs: Runs) -> str:
         short=SHORT,
         long=LONG,
         mean_text=mean_text,
+        clocks=_clock_tables(runs.groups),
         lead=_lead(runs, common),
         warning="; ".join(f"{count:,} {what}" for what, count in counts.items() if count),
         style=Markup(_asset("page.css")),
@@ -111,6 +121,33 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
         most = ", ".join(f"{label} on {n}" for label, n in sorted(wins.items(), key=lambda win: (-win[1], win[0])))
         text += f" Lowest instance error: {most} of {len(runs.groups):,}."
     return text
+
+
+def _clock_tables(groups: Sequence[ResultGroup]) -> list[ClockTable]:
+    """Return a table for each stream that was played in real time: methods, their costs, and the error at each speed.
+
+    The first column is the error where the stream waits, if it was played so, too.
+    """
+    streams: dict[str, dict[float, ResultGroup]] = defaultdict(dict)
+    for group in groups:
+        streams[group.stream][group.speed or 0] = group
+    tables = []
+    for speeds in (dict(sorted(found.items())) for found in streams.values() if any(found)):
+        rows = [{row.label: row for row in group.rows} for group in speeds.values()]
+        labels = dict.fromkeys(label for group in rows for label in group)
+        head = ("method", "x inference", *(f"{speed:g} x" if speed else "waits" for speed in speeds))
+        lines = []
+        for label in labels:
+            costs = sorted(
+                {f"{cost:g}" for row in rows if label in row and not math.isnan(cost := row[label].inferences)}
+            )
+            errors = (mean_text(row[label].score(INSTANCE)) if label in row else "" for row in rows)
+            lines.append((label, ", ".join(costs) or "–", *errors))
+        group = speeds[max(speeds)]
+        tables.append(
+            ClockTable(", ".join(fact for fact in group.facts if not fact.startswith(REAL_TIME)), head, lines)
+        )
+    return tables
 
 
 def _group(group: ResultGroup, title: str, series: Mapping[str, int]) -> dict[str, Any]:
