@@ -24,6 +24,7 @@ from tribe.data.datasets.files import open_npy, read_npz
 from tribe.data.datasets.manifest import Manifest
 from tribe.data.images import read_image
 from tribe.data.models import weights
+from tribe.experiments.bench.costs import read_costs
 from tribe.experiments.record import Record
 from tribe.io import json_files, states
 from tribe.knowledge import SHIPPED, Knowledge
@@ -86,6 +87,11 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
     "columns.npz": (lambda path: np.savez_compressed(path, a=np.arange(50), b=np.ones(50)), read_npz, ValueError),
     "images.idx": (write_idx, read_idx, ValueError),
     "made.json": (write_manifest, lambda path: manifest.read_manifest(path.parent), ValueError),
+    "costs.json": (
+        lambda path: path.write_text(json.dumps({"source": 1, "tribe": 7.25})),
+        lambda path: read_costs(path, ["source", "tribe"]),
+        ValueError,
+    ),
     "plain.json": (
         lambda path: path.write_text(json.dumps({"a": [1, 2.5, None, "x"], "b": {"c": True}})),
         lambda path: json_files.read(path, {"a": list, "b": {"c": bool}}),

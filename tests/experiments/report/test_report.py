@@ -212,6 +212,40 @@ def test_results_of_different_specs_are_never_in_one_group_and_the_title_says_wh
     ]
 
 
+def test_runs_in_real_time_have_a_table_of_their_errors_at_each_speed(tmp_path):
+    def clocked(method, error, speed, cost):
+        return record(method, error=error, realtime={"speed": speed, "cost": cost})
+
+    runs = {"waits": record("tribe", error=0.1), "source_waits": record("source", error=0.6)}
+    for speed, tribe_error, cost in ((1, 0.3, 7.25), (2.0, 0.5, 7.25), (4, 0.8, 7.5)):
+        runs |= {f"t{speed}": clocked("tribe", tribe_error, speed, cost), f"s{speed}": clocked("source", 0.6, speed, 1)}
+    runs["other"] = clocked("tribe", 0.2, 1, 9)
+    page = page_of(keep(tmp_path / "runs", **runs))
+    (table,) = [t for t in page.tables if t[0][-1]["text"] == "4 x"]
+    assert [cell["text"] for cell in table[0]] == ["method", "x inference", "waits", "1 x", "2 x", "4 x"]
+    expected = {
+        "source": ["1", *(runs[name] for name in ("source_waits", "s1", "s2.0", "s4"))],
+        "tribe": ["7.25, 7.5", *(runs[name] for name in ("waits", "t1", "t2.0", "t4"))],
+    }
+    for name, cost, *cells in table[1:]:
+        if name["text"] in expected:
+            mine, *records = expected[name["text"]]
+            assert cost["text"] == mine
+            assert [c["text"] for c in cells] == [f"{100 * metrics.instance_error(one):.2f}" for one in records]
+    bold = {(row[0]["text"], i) for row in table[1:] for i, cell in enumerate(row) if cell["bold"]}
+    assert bold == {("tribe", 2), ("tribe (2)", 3), ("tribe", 4), ("source", 5)}
+    assert [row[1]["text"] for row in table[1:] if row[0]["text"] == "tribe (2)"] == ["9"]
+    error = 100 * metrics.instance_error(runs["t2.0"])
+    assert f"tribe: 7.25 x inference, {error:.1f} %" in page.text, "the chart of cost against error"
+    assert "tribe: 5.00 ms" in page.text, "where the stream waits, the time"
+    assert "Real time" not in page_of(keep(tmp_path / "plain", a=record())).text
+
+
+@pytest.mark.parametrize("odd", [None, 7, "fast", {"speed": "2", "cost": 1}, {"speed": 2}, {"speed": 0, "cost": -1}])
+def test_a_clock_of_any_form_is_shown(tmp_path, odd):
+    assert "tribe" in page_of(keep(tmp_path / "runs", a=record(realtime=odd), b=record("bn"))).text
+
+
 def test_a_method_with_other_fields_is_a_row_of_its_own_named_by_what_differs(tmp_path):
     usual = plain(encode_fields(tribe.methods.create("tribe", classes=10)))
     preset = usual | tribe.methods.get("tribe").presets["cifar10"]

@@ -22,7 +22,7 @@ from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import WARM_UP, summary, time_in_turns, warm_up
+from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import PLAIN
 from tribe.experiments.bench.measurement import BenchProgress
 from tribe.experiments.experiment import Experiment
@@ -39,14 +39,15 @@ BATCHES = 8  # of a timing, at least: some methods learn from every n-th batch o
 ROUNDS = 7
 COST = json_files.Where(float, lambda cost: 0 < cost < 1e9, "a number above 0")
 MEASURED = {...: {"method": str, "cost": COST}}
-GIVEN = ({"spec": {"realtime": {"costs": {...: COST}}}}, {...: COST})
+IN_SUMMARY = {"spec": {"realtime": {"costs": {...: COST}}}}
 
 
 def read_costs(path: Path, names: Sequence[str]) -> list[float]:
     """Return the cost of each method, from a file such as ``{"tribe": 7.25}`` or the summary of `tribe run --json`."""
     if not path.is_file():
         raise FileNotFoundError(f"no costs at {path}; without --costs they are measured")
-    data = json_files.read(path, GIVEN)
+    data = json_files.read(path, dict)
+    json_files.check(data, IN_SUMMARY if "spec" in data else {...: COST}, str(path))
     costs = data["spec"]["realtime"]["costs"] if "spec" in data else data
     for name in costs.keys() - set(names):
         methods.get(name)  # raises with the names that are near
@@ -88,23 +89,27 @@ def measure(experiments: Sequence[Experiment], progress: BenchProgress | None = 
         torch.set_num_threads(first.threads or torch.get_num_threads())
         images = [batch.x[:1, batch.valid[0]].to(device) for batch in itertools.islice(stream, BATCHES)]
         images = [x for x in images if x.shape[1] == images[0].shape[1]]
-        plays: dict[str, Any] = {}
+        calls: dict[str, Call] = {}
+        periods = {PLAIN: BATCHES}
         for number, each in enumerate(experiments):
             assert each.parts is not None
             net, method = in_precision(each.parts.net, each.parts.method, each.precision)
-            plays.setdefault(PLAIN, PlainPlay(net, images))
-            plays[f"{number} {each.method.name}"] = MethodPlay(net, method, images)
-        done, total = itertools.count(1), len(plays) * (ROUNDS + 1)
+            name = f"{number} {each.method.name}"
+            calls.setdefault(PLAIN, _plain(net, images))
+            calls[name] = _steps(net, method, images)
+            every = get_fields(method).get("every") or 1  # a method that learns every N images
+            period = every // math.gcd(every, images[0].shape[1])
+            periods[name] = period * math.ceil(BATCHES / period)
+        done, total = itertools.count(1), len(calls) * (ROUNDS + 1)
 
         def advance(name: str) -> None:
             if progress is not None:
                 progress(next(done), total, name.partition(" ")[2] or name)
 
-        for name, play in plays.items():
-            warm_up(play, device, WARM_UP)
+        for name, call in calls.items():
+            warm_up(call, device)
             advance(name)
-        periods = {name: play.period for name, play in plays.items()}
-        times = time_in_turns(plays, ROUNDS, device, periods=periods, on_timing=advance)
+        times = time_in_turns(calls, ROUNDS, device, periods=periods, on_timing=advance)
     plain, *others = times.values()
     computer, entries = machine(device), []
     for each, found in zip(experiments, others, strict=True):
@@ -114,32 +119,21 @@ def measure(experiments: Sequence[Experiment], progress: BenchProgress | None = 
     return entries
 
 
-class PlainPlay:
-    """Plain inference of one batch after the other."""
-
-    def __init__(self, net: Backbone, images: Sequence[Tensor]) -> None:
-        self.images, self.period = itertools.cycle([x[0].to(net.dtype) for x in images]), BATCHES
-        self.model = net.plain(*net.source())
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        """Predict the next batch."""
-        self.model(next(self.images))
+def _plain(net: Backbone, images: Sequence[Tensor]) -> Call:
+    """Return a call that predicts the next batch with the plain network."""
+    model, batches = net.plain(*net.source()), itertools.cycle([x[0].to(net.dtype) for x in images])
+    return torch.no_grad()(lambda: model(next(batches)))
 
 
-class MethodPlay:
-    """The steps of a method on one batch after the other; a timing holds its whole period."""
+def _steps(net: Backbone, method: AnyMethod, images: Sequence[Tensor]) -> Call:
+    """Return a call that takes the next step, as a run does."""
+    steps, batches = Steps(method, net, deterministic=net.device.type == "cuda"), itertools.cycle(images)
+    state, retired = method.init(net), None
 
-    def __init__(self, net: Backbone, method: AnyMethod, images: Sequence[Tensor]) -> None:
-        self.images, self.kind = itertools.cycle(images), method.output
-        self.steps = Steps(method, net, deterministic=net.device.type == "cuda")  # as in a run
-        self.state, self.retired = method.init(net), None
-        every, batch = get_fields(method).get("every") or 1, images[0].shape[1]
-        period = every // math.gcd(every, batch)
-        self.period = period * math.ceil(BATCHES / period)
+    def call() -> None:
+        nonlocal state, retired
+        old, (output, state) = state, steps(state, next(batches), None, retired)
+        retired = old
+        predictions(output, method.output)  # waits for the device
 
-    def __call__(self) -> None:
-        """Take the next step."""
-        output, new = self.steps(self.state, next(self.images), None, self.retired)
-        self.state, self.retired = new, self.state
-        predictions(output, self.kind)
+    return call

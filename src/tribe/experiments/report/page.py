@@ -126,8 +126,10 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
 def _clock_tables(groups: Sequence[ResultGroup]) -> list[ClockTable]:
     """Return a table for each stream that was played in real time: methods, their costs, and the error at each speed.
 
-    The first column is the error where the stream waits, if it was played so, too.
+    The first column is the error where the stream waits, if it was played so, too. The lowest of a speed is bold.
     """
+    from markupsafe import Markup
+
     streams: dict[str, dict[float, ResultGroup]] = defaultdict(dict)
     for group in groups:
         streams[group.stream][group.speed or 0] = group
@@ -136,13 +138,14 @@ def _clock_tables(groups: Sequence[ResultGroup]) -> list[ClockTable]:
         rows = [{row.label: row for row in group.rows} for group in speeds.values()]
         labels = dict.fromkeys(label for group in rows for label in group)
         head = ("method", "x inference", *(f"{speed:g} x" if speed else "waits" for speed in speeds))
-        lines = []
+        lowest, lines = [best([row.score(INSTANCE) for row in found.values()]) for found in rows], []
         for label in labels:
             costs = sorted(
                 {f"{cost:g}" for row in rows if label in row and not math.isnan(cost := row[label].inferences)}
             )
-            errors = (mean_text(row[label].score(INSTANCE)) if label in row else "" for row in rows)
-            lines.append((label, ", ".join(costs) or "–", *errors))
+            errors = [mean_text(row[label].score(INSTANCE)) if label in row else "" for row in rows]
+            bold = (Markup("<b>%s</b>") % e if e == low else e for e, low in zip(errors, lowest, strict=True))
+            lines.append((label, ", ".join(costs) or "–", *bold))
         group = speeds[max(speeds)]
         tables.append(
             ClockTable(", ".join(fact for fact in group.facts if not fact.startswith(REAL_TIME)), head, lines)
