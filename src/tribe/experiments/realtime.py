@@ -96,13 +96,13 @@ def predict_last(
 
 
 class ClockedSteps:
-    """Takes the steps of a run: all of them, or under a clock those that ``plan`` (steps, S) has; 0 is the first."""
+    """Takes the steps of a run; under a clock, only those that the method has the time for."""
 
-    def __init__(self, steps: Steps, plan: Tensor | None = None) -> None:
-        self.steps, self.plan = steps, plan
+    def __init__(self, steps: Steps, stream: Stream, realtime: Realtime | None) -> None:
+        self.steps, self.plan = steps, None if realtime is None else realtime.plan(stream)
 
     def __call__(self, step: int, state: Any, x: Tensor, valid: Tensor, retired: Any) -> tuple[Tensor, Any, Any]:
-        """Return predictions, the next state, and a state that is not read any more."""
+        """Return predictions, the next state, and a state that is not read any more; the first step is 0."""
         taken = None if self.plan is None else self.plan[step]
         if taken is None or taken.all():
             return *self.steps(state, x, valid, retired), state

@@ -104,8 +104,7 @@ def run(
         file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, outputs)
     table = RecordTable(stream, columns, start, outputs)
-    plan, retired = None if realtime is None else realtime.plan(stream), None
-    steps = ClockedSteps(Steps(method, net, graphs, deterministic), plan)
+    steps, retired = ClockedSteps(Steps(method, net, graphs, deterministic), stream, realtime), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, start  # after the last batch that was finished
     try:

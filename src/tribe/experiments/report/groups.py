@@ -282,8 +282,9 @@ def _grouped(found: list[PlayedStream]) -> tuple[ResultGroup, ...]:
 def _clock(spec: Fields) -> dict[str, float]:
     """Return speed and cost of a spec in real time; nothing if it is in none, or damaged."""
     clock = spec.get(CLOCK)
-    numbers = {name: clock.get(name) for name in ("speed", "cost")} if isinstance(clock, Mapping) else {}
-    return {name: float(n) for name, n in numbers.items()} if all(map(is_number, numbers.values())) else {}
+    if not isinstance(clock, Mapping) or not all(is_number(clock.get(name)) for name in ("speed", "cost")):
+        return {}
+    return {name: float(clock[name]) for name in ("speed", "cost")}
 
 
 def _without_clock(key: str) -> str:
