@@ -44,7 +44,8 @@ RECORDED = {
     },
 }
 CASES = [(file, name) for file, names in RECORDED.items() for name in names]
-TOLERANCE = {"ttac": 1e-3, "petal": 1e-3}  # of logits (probabilities for LAME); 5e-5 for all others
+# Of logits (probabilities for LAME, where rounding decides which round is the last); 5e-5 for all others.
+TOLERANCE = {"ttac": 1e-3, "petal": 1e-3, "lame": 2e-4}
 
 
 class Net(nn.Module):

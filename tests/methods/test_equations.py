@@ -162,15 +162,15 @@ def test_petta_studies_the_features_of_each_class():
         torch.testing.assert_close(known[name].double(), wanted, rtol=1e-6, atol=1e-7)
 
 
-def counts_twice(self, net, state, moments, labels, seen):
+def counts_twice(self, net, state, moments, labels, seen, spare):
     twice = (torch.cat((t, t[:, :1]), 1) for t in (*moments, labels, seen))
     mean, var, labels, seen = twice
-    return methods.get("bank")._follow(self, net, state, Stats(mean, var), labels, seen)
+    return methods.get("bank")._follow(self, net, state, Stats(mean, var), labels, seen, spare)
 
 
-def scores_afterwards(self, net, state, moments, labels, seen):
+def scores_afterwards(self, net, state, moments, labels, seen, spare):
     after = methods.get("bank")._follow(self, net, state, moments, labels, seen)
-    return methods.get("bank")._follow(self, net, state._replace(pooled=after.pooled), moments, labels, seen)
+    return methods.get("bank")._follow(self, net, state._replace(pooled=after.pooled), moments, labels, seen, spare)
 
 
 @pytest.mark.parametrize("wrong", [counts_twice, scores_afterwards])

@@ -215,6 +215,26 @@ def test_batch_rule_equals_torch_batch_norm_with_its_gradients() -> None:
 # -- properties of the rules ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("batch", [1, 4, 5, 12])
+@pytest.mark.parametrize("norm", [Balanced(5, gamma=0.3), Balanced(5), Balanced(5, gamma=0.3, convention="paper")])
+def test_several_momenta_at_once_equal_each_alone(norm: Balanced, batch: int) -> None:
+    """Catches an image that counts twice, or classes that are summed around another centre than their own."""
+    streams, speeds = 2, (0.02, 0.3)
+    case = draw(norm, rows=streams, batch=batch)
+    case = case._replace(valid=case.valid | (torch.arange(streams) == 0).unsqueeze(1), stats=draw(norm, 1, 4).stats)
+    moments, origin = Stats(*observe(case.x)), torch.full((1, 1, 3), 0.7, dtype=torch.float64)
+    room = Stats(*(torch.empty_like(t) for t in case.stats))
+    sums = norm.sum_classes(moments, case.labels, case.valid, origin)
+    pooled = norm.follow(case.stats, torch.tensor(speeds, dtype=torch.float64).view(-1, 1, 1), sums, room)
+    for row in range(streams * len(speeds)):
+        alone, stream = dataclasses.replace(norm, eta=speeds[row % 2]), slice(row // 2, row // 2 + 1)
+        stats = Stats(*(t[row : row + 1] for t in case.stats))
+        one = (t[stream] for t in (case.labels, case.valid))
+        mean, var, kept = alone(*(t[stream] for t in moments), 12, stats, *one, EPS)
+        together = [Stats(*(t[row : row + 1] for t in part)) for part in (pooled, room)]
+        assert gaps((Stats(mean, var), kept), tuple(together)) < 1e-12
+
+
 def classes_of_very_different_size() -> tuple[Tensor, Tensor]:
     """x (1, B, C, L) and labels (1, B): classes of 1, 2, 6 and 30 samples, each with its own mean and spread."""
     g = torch.Generator().manual_seed(0)

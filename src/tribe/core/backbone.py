@@ -115,10 +115,12 @@ class Backbone(nn.Module):
         self.channels = sum(self._widths)  # C, of the whole network
         self.columns = [slot.columns for slot in self.slots]  # of each slot among the statistics
         self._eps = common_eps(self.slots)
-        widths = [slot.columns.stop - slot.columns.start for slot in self.slots]
+        self._stored_widths = [slot.columns.stop - slot.columns.start for slot in self.slots]
         each = torch.tensor([slot.layer_eps for slot in self.slots], dtype=self.origin.state.stats.mean.dtype)
         self.eps: Tensor
-        self.register_buffer("eps", each.repeat_interleave(torch.tensor(widths)).to(device), persistent=False)  # (C,)
+        self.register_buffer(
+            "eps", each.repeat_interleave(torch.tensor(self._stored_widths)).to(device), persistent=False
+        )  # (C,)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_record_features)
@@ -285,9 +287,6 @@ class Backbone(nn.Module):
             slot_hook: called with each slot that the network calls, and with its input.
         """
         current = self._new_pass(x.shape[0], x.shape[1], affine, stats, norm, labels, valid, slot_hook, spare)
-        if self._eps is not None and not norm.observes:  # one fold for the whole network
-            both = fold(current.stats.mean, current.stats.var, *affine, self._eps)
-            current.folded = tuple(zip(*(t.split(self._widths, 2) for t in both), strict=True))
         channels_last = self._channels_last
         images = with_memory_format(x.flatten(0, 1).to(self.dtype), channels_last)
         if images.data_ptr() == x.data_ptr() != 0:  # 0: on the meta device
@@ -297,6 +296,8 @@ class Backbone(nn.Module):
         fusing = None
         if weights is None and slot_hook is None:
             current.fusing = fusing = self.fusion.start(model, images, self._source_pass)
+        if not norm.observes:
+            self._fold_stored(current, affine)
         try:
             with set_current_pass(current), fusing or nullcontext():
                 if weights is None:
@@ -322,8 +323,7 @@ class Backbone(nn.Module):
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
         logits, features = self._read(result, current)
-        wants_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in affine)
-        if wants_gradient and not logits.requires_grad:
+        if _wants_gradient(affine) and not logits.requires_grad:
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
         return Output(logits, features, self._collect(current, spare))
 
@@ -351,7 +351,7 @@ class Backbone(nn.Module):
 
         if valid is None:
             valid = torch.ones(rows, batch, dtype=torch.bool, device=self.device)
-        weight, bias = affine.weight.split(self._widths, 1), affine.bias.split(self._widths, 1)
+        weight, bias = (t.split_with_sizes(self._widths, 1) for t in affine)
         stats, grouped = tree_map(Tensor.detach, stats), labels
         if labels is not None and (group := getattr(norm, "group", None)):
             grouped = group(labels, valid, affine.weight.dtype)
@@ -360,6 +360,19 @@ class Backbone(nn.Module):
             current.room = room_for(stats, spare)
             current.prepared = prepare(grouped, stats, current.room)
         return current
+
+    def _fold_stored(self, current: Pass, affine: Affine) -> None:
+        """Prepare all layers for stored statistics at once."""
+        mean, var = current.stats
+        if current.rows == 1 and current.fusing is None and not _wants_gradient(affine):
+            stats = (t[0, 0].split_with_sizes(self._stored_widths) for t in (mean, var))
+            weight, bias = (t[0].split_with_sizes(self._widths) for t in affine)
+            weights = (w if slot.has_weight else None for slot, w in zip(self.slots, weight, strict=True))
+            biases = (b if slot.has_bias else None for slot, b in zip(self.slots, bias, strict=True))
+            current.stored = tuple(zip(*stats, weights, biases, strict=True))
+        elif self._eps is not None:
+            folded = fold(mean, var, *affine, self._eps)
+            current.folded = tuple(zip(*(t.split(self._widths, 2) for t in folded), strict=True))
 
     def _read(self, result: Any, current: Pass) -> tuple[Tensor, Tensor | None]:
         """Return the logits (R, B, K) in the result of a network, and the features (R, B, F) that were recorded.
@@ -439,12 +452,14 @@ class Backbone(nn.Module):
 
     def _collect(self, current: Pass, spare: Any) -> Any:
         """Return the statistics that each slot's rule keeps, together; those of layers that were not called stay."""
-        if not current.norm.observes or not current.kept:
+        if not current.kept:
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
         if isinstance(current.norm, Recorded):  # moments of samples, of other shape than statistics
-            shape = current.rows, current.batch, -1
-            return Stats(*(torch.cat([t.expand(shape) for t in ts], -1) for ts in zip(*by_slot, strict=True)))
+            shape = current.rows, current.valid[:, : current.norm.images].shape[1]
+            if len(current.kept) < len(self.slots):
+                by_slot = [(mean.expand(*shape, -1), var.expand(*shape, -1)) for mean, var in by_slot]
+            return Stats(*(torch.cat(ts, -1).view(*shape, -1) for ts in zip(*by_slot, strict=True)))
         room = room_for(current.stats, spare) if current.room is None else current.room
         if current.prepared is None:
             for out, columns in zip(room, zip(*by_slot, strict=True), strict=True):
@@ -481,6 +496,10 @@ def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:
     current = current_pass.get()
     if current is not None and args and isinstance(args[0], Tensor):
         current.features = args[0]
+
+
+def _wants_gradient(affine: Affine) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in affine)
 
 
 def _first_names(names: Iterable[str]) -> str:

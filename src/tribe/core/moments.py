@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -38,17 +39,34 @@ def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the mean and biased variance of each sample and channel: (R, B, C, ...) -> (R, B, C) twice."""
     if kernels.can_normalise(x):
         return activations.observe(x, offset)
-    x = x.to(accumulation_dtype(x.dtype))
-    pixels = tuple(range(3, x.dim()))
-    if not pixels:
-        mean, var = x.clone(), torch.zeros_like(x)
-    elif x.device.type != "cpu":
-        var, mean = torch.var_mean(x, pixels, correction=0)
-    else:  # var_mean is many times slower here than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
-        mean = x.mean(pixels)
-        centred = x - _over_pixels(mean, x)
-        var = centred.mul_(centred).mean(pixels)
+    mean, var = (t.view(x.shape[:3]) for t in observe_samples(x.flatten(0, 1)))
     return (mean if offset is None else mean + offset), var
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+LARGE = 2**15  # numbers of an image: the squares of a batch of such images leave the cache of a processor
+
+
+def observe_samples(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean and biased variance of each sample and channel, without kernels: (N, C, ...) -> (N, C) twice."""
+    x = x.to(accumulation_dtype(x.dtype))
+    pixels, samples = tuple(range(2, x.dim())), x.shape[0]
+    if not pixels:
+        return x.clone(), torch.zeros_like(x)
+    if x.device.type != "cpu":
+        var, mean = torch.var_mean(x, pixels, correction=0)
+        return mean, var
+    if (samples == 1 or x.numel() >= LARGE * samples > 0) and _is_channels_last(x):
+        # Sample by sample, without a tensor of squares.
+        each = [torch.batch_norm_update_stats(sample, None, None, 0.0) for sample in x.split_with_sizes([1] * samples)]
+        mean, var = each[0] if samples == 1 else map(torch.stack, zip(*each, strict=True))
+        return mean.view(samples, -1), var.view(samples, -1)
+    # var_mean is many times slower here than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.
+    mean = x.mean(pixels)
+    return mean, F.mse_loss(x, _over_pixels(mean, x).expand_as(x), reduction="none").mean(pixels)
 
 
 class Epilogue(NamedTuple):

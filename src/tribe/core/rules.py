@@ -59,17 +59,10 @@ class Frozen:
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """The stored statistics (R, 1, C), for every batch; the pass keeps the moments of each sample (R, B, C)."""
+class Recorded(Frozen):
+    """The stored statistics, for every batch; the pass returns the moments of samples (R, n, C) in place of them."""
 
-    classes: ClassVar[int] = 1
-    observes: ClassVar[bool] = True
-
-    def __call__(
-        self, mean: Tensor, var: Tensor, count: int, stats: Stats, labels: Tensor | None, valid: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor, Stats]:
-        """Return the stored statistics to normalise with, and the moments to keep."""
-        return stats.mean, stats.var, Stats(mean, var)
+    images: int | None = None  # n, the first of each row; None: all
 
 
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tribe.core.moments import Epilogue, fold, normalise, scale_and_shift
+from tribe.core.moments import Epilogue, accumulation_dtype, fold, normalise, observe, observe_samples, scale_and_shift
 from tribe.core.rules import Norm, PerBatch, Recorded
 from tribe.core.state import Stats, tree_map
 
@@ -45,6 +45,7 @@ class Pass:
     room: Any = None  # memory for the statistics after this pass
     prepared: Callable[[slice], Any] | None = None  # by columns, what a layer gets in place of labels when first called
     folded: tuple[tuple[Tensor, Tensor], ...] | None = None  # by slot, scale and shift if the rule ignores the batch
+    stored: tuple[tuple[Tensor, ...], ...] | None = None  # by slot, what torch normalises one row with, (c,) each
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
     find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
@@ -76,6 +77,8 @@ class Slot(nn.Module, ABC):
         self.name, self.index, self.channels = name, index, channels_of(layer)
         width = self.channels if getattr(layer, "running_mean", None) is not None else 0
         self.columns = slice(column, column + width)  # of its statistics
+        self.tracked = width > 0  # a layer without stored statistics uses each batch's
+        self.has_weight, self.has_bias = layer.weight is not None, layer.bias is not None
         self.layer_eps = float(layer.eps)  # type: ignore[arg-type]
         # torch's fused transformer layer would read .weight without calling the slot. It is not used where two eps
         # differ, and a NaN differs from everything.
@@ -104,9 +107,9 @@ class Slot(nn.Module, ABC):
         if current.slot_hook is not None:
             current.slot_hook(self, x)
         weight, bias = current.weight[self.index], current.bias[self.index]  # (R, c)
-        if self.layer.weight is None:
+        if not self.has_weight:
             weight = torch.ones_like(weight)
-        if self.layer.bias is None:
+        if not self.has_bias:
             bias = torch.zeros_like(bias)
         fusing = current.fusing
         epilogue = Epilogue() if fusing is None else fusing.enter(self, x)
@@ -193,11 +196,20 @@ class StatisticsSlot(Slot):
         """Normalise with the scale and shift that the norm rule makes of the moments."""
         if x.dim() < 2 or x.shape[1] != self.channels:
             raise RuntimeError(f"layer {self.name!r} has {self.channels} channels; it received {tuple(x.shape)}")
-        # A layer without stored statistics uses each batch's, as it did before.
-        tracked = self.layer.running_mean is not None
-        norm = current.norm if tracked else PerBatch()
+        norm = current.norm if self.tracked else PerBatch()
+        fits = x.shape[0] == current.batch and accumulation_dtype(x.dtype) == weight.dtype
+        if current.stored is not None and self.tracked and fits:
+            if isinstance(norm, Recorded):
+                seen = x.detach()
+                current.kept[self.index] = observe_samples(seen if norm.images is None else seen[: norm.images])
+            mean, var, scale, shift = current.stored[self.index]
+            y = torch.batch_norm(x, scale, shift, mean, var, False, 0.0, self.layer_eps, False)
+            return y.relu_() if self.relu else y
+        if isinstance(norm, Recorded):
+            with torch.no_grad(), full_precision(x.device.type):
+                current.kept[self.index] = observe(self.unfold(x, current)[:, : norm.images], epilogue.offset)
         stats = current.stats.layer(self.columns, self.index)
-        if not isinstance(norm, Recorded):  # the second call of a layer continues from the first
+        if norm.observes:  # the second call of a layer continues from the first
             stats = current.kept.get(self.index) or stats
         labels = current.labels
         if current.prepared is not None and self.index not in current.kept:
@@ -207,7 +219,7 @@ class StatisticsSlot(Slot):
 
         def rule(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
             mean, var, kept = norm(mean, var, count, stats, labels, current.valid, self.layer_eps)
-            if tracked:
+            if self.tracked:
                 current.kept[self.index] = tree_map(Tensor.detach, kept)
             return fold(mean, var, weight, bias, self.layer_eps)
 

@@ -140,19 +140,19 @@ def good_images(x: Tensor, axes: int = 2) -> Tensor:
     >>> good_images(torch.tensor([[[0.5, 255.0], [0.5, torch.nan], [-torch.inf, 0.5], [0.5, 3e19]]]))
     tensor([[ True, False, False, False]])
     """
-    values, kind, precisions = x.flatten(axes), x.device.type, {x.dtype}
-    if not values.shape[axes:].numel():
+    kind, precisions, pixels = x.device.type, {x.dtype}, tuple(range(axes, x.dim()))
+    if not x.shape[axes:].numel():
         return torch.ones(x.shape[:axes], dtype=torch.bool, device=x.device)
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         precisions.add(torch.get_autocast_dtype(kind))
     # The square of the limit is finite in the network's precision. In float16 the limit is just above 255.
     limit = min(LIMIT, *(math.sqrt(torch.finfo(precision).max) for precision in precisions))
-    return (values.amin(axes) >= -limit) & (values.amax(axes) <= limit)  # NaN stays, and no comparison with it is true
+    return (x.amin(pixels) >= -limit) & (x.amax(pixels) <= limit)  # NaN stays, and no comparison with it is true
 
 
 def in_range(x: Tensor) -> bool:
     """Return whether all values lie in [0, 1]; NaN does not. Waits for the device."""
-    low, high = (v.item() for v in x.aminmax())
+    low, high = x.amin().item(), x.amax().item()  # aminmax copies images that are channels-last
     return low >= -TOLERANCE and high <= 1 + TOLERANCE
 
 

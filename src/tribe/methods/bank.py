@@ -18,17 +18,17 @@ adapting costs accuracy where little has changed.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core.bounds import TRUTH
 from tribe.core.rules import Recorded
-from tribe.core.state import Info, Stats, per_stream
+from tribe.core.state import Affine, Info, Stats, room_for
 from tribe.fields import NotNegative, Positive, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
-from tribe.norms.balanced import Balanced, published_eta
+from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
 MOST_WEIGHT = 10.0  # of an image of a rare class, relative to the mean
 
@@ -93,21 +93,21 @@ class Bank(Method):
 
     def weights(self, state: BankState) -> Tensor:
         """Return the weights of the source and of every speed in the mixture: (S, V + 1)."""
-        bonus = torch.zeros_like(state.score[0])
-        bonus[0] = self.bonus
+        bonus = state.score.new_tensor([self.bonus] + [0.0] * (state.score.shape[1] - 1))
         return ((bonus - state.score) / self.temperature).softmax(1)
 
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
         weights = self.weights(state).unsqueeze(2)
         mean, var = ((weights * t).sum(1, keepdim=True) for t in self._candidates(net, state))
-        return Deployed(net.source(len(state.score))[0], Stats(mean, var), Frozen())
+        affine = Affine(*(t.expand(len(mean), -1) for t in net.origin.state.affine))
+        return Deployed(affine, Stats(mean, var), Frozen())
 
     def _candidates(self, net: Backbone, state: BankState) -> Stats:
         """Return the statistics of the source and the pooled ones of every speed: (S, V + 1, C)."""
         streams, pairs = len(state.score), zip(net.origin.state.stats, state.pooled, strict=True)
         return Stats(
-            *(torch.cat((own.expand(streams, -1, -1), per_stream(t, streams)[:, :, 0]), 1) for own, t in pairs)
+            *(torch.cat((own.expand(streams, -1, -1), t.view(streams, -1, t.shape[2])), 1) for own, t in pairs)
         )
 
     @torch.no_grad()
@@ -119,43 +119,39 @@ class Bank(Method):
         logits = mask_logits(logits, seen)
         if batch.on_prediction is not None:
             batch.on_prediction(logits)
-        return Update(logits, self._follow(net, state, moments, logits.argmax(-1), seen), seen=seen)
+        spare = None if batch.retired is None else batch.retired.stats
+        return Update(logits, self._follow(net, state, moments, logits.argmax(-1), seen, spare), seen=seen)
 
-    def _follow(self, net: Backbone, state: BankState, moments: Stats, labels: Tensor, seen: Tensor) -> BankState:
+    def _follow(
+        self, net: Backbone, state: BankState, moments: Stats, labels: Tensor, seen: Tensor, spare: Any = None
+    ) -> BankState:
         """Score and update every speed with the moments (S, B, C) and the labels (S, B) of the images ``seen``."""
-        assert self.speeds is not None
-        speeds, streams = len(self.speeds), len(labels)
-        mean, var = (torch.where(seen.unsqueeze(2), t, 0) for t in moments)
-        counts = seen.to(mean.dtype)
-        images = counts.sum(1, keepdim=True)
-        keep = torch.exp(-images / self.horizon)  # (S, 1)
-        share = counts / images.clamp_min(1)  # (S, B)
+        sums = self.norm.sum_classes(moments, labels, seen, net.origin.state.stats.mean)
+        images = sums.count.sum(1)  # (S, 1)
+        keep = torch.exp(-images / self.horizon)
+        most = images.clamp_min(1)
+        came = sums.count.squeeze(2) / most  # (S, G)
+        seldom = (1 / (self.class_count * state.frequency)).clamp_max(MOST_WEIGHT)
+        if sums.index is not None:
+            seldom = seldom.gather(1, sums.index)
+            came = torch.zeros_like(state.frequency).scatter_add(1, sums.index, came)
+        gain = self._surprise(net, state, sums, seldom / most)  # (S, V + 1)
+        score = torch.lerp(gain - gain[:, :1], state.score, keep)
+        frequency = torch.lerp(came, state.frequency, keep)
+        stats = room_for(state.stats, spare)
+        pooled = self.norm.follow(state.stats, images.new_tensor(self.speeds).view(-1, 1, 1), sums, stats)
+        return state._replace(stats=stats, pooled=pooled, score=score, frequency=frequency)
 
-        seldom = (1 / (self.class_count * state.frequency)).clamp_max(MOST_WEIGHT).gather(1, labels)
-        gain = self._surprise(net, state, mean, var, share * seldom)  # (S, V + 1)
-        score = keep * state.score + (1 - keep) * (gain - gain[:, :1])
-        came = torch.zeros_like(state.frequency).scatter_add(1, labels, share)
-        frequency = torch.where(seen.any(1, keepdim=True), keep * state.frequency + (1 - keep) * came, state.frequency)
-
-        mean, var, labels, seen = (t.repeat_interleave(speeds, 0) for t in (mean, var, labels, seen))  # (V S, B, ...)
-        eta = mean.new_tensor(self.speeds).repeat(streams).view(-1, 1, 1)
-        groups = self.norm.group(labels, seen, mean.dtype, eta)
-        pooled_mean, pooled_var, stats = self.norm(mean, var, 0, state.stats, groups, seen, 0.0)
-        return state._replace(stats=stats, pooled=Stats(pooled_mean, pooled_var), score=score, frequency=frequency)
-
-    def _surprise(self, net: Backbone, state: BankState, mean: Tensor, var: Tensor, weight: Tensor) -> Tensor:
-        """Return the mean negative log-likelihood of weighted images (S, B) under each speed: (S, V + 1).
+    def _surprise(self, net: Backbone, state: BankState, sums: ClassSums, weight: Tensor) -> Tensor:
+        """Return the negative log-likelihood of images, weighted by their class (S, G), under each speed: (S, V + 1).
 
         The square is expanded around the source's mean, so that no tensor of images, speeds and channels is made.
         """
         foreseen, spread = self._candidates(net, state)
-        origin, eps = foreseen[:, :1], net.eps  # (S, 1, C)
-        spread = spread + eps
-        offset, precision = foreseen - origin, 1 / spread
-        mean = mean - origin
-        by_channel = weight.unsqueeze(1) @ torch.stack((var + eps + mean * mean, mean), 2).flatten(2)
-        square, linear = by_channel.unflatten(2, (2, -1)).unbind(2)  # (S, 1, C)
-        total = weight.sum(1)[:, None, None]
-        terms = (square - 2 * linear * offset + total * offset * offset) * precision + total * spread.log()
-        surprise: Tensor = 0.5 * terms.mean(2)
+        offset, spread = foreseen - sums.origin, spread + net.eps
+        weight = weight.unsqueeze(2)
+        total = (weight * sums.count).sum(1, keepdim=True)  # (S, 1, 1)
+        linear, square = (weight * sums.joint).sum(1, keepdim=True).chunk(2, 2)  # (S, 1, C)
+        apart = torch.addcmul(square + total * net.eps, offset, total * offset - 2 * linear)
+        surprise: Tensor = 0.5 * torch.addcmul(apart / spread, total, spread.log()).mean(2)
         return surprise

@@ -28,6 +28,8 @@ def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     good = good_images(x)  # (S, B)
     offered = torch.ones_like(good) if valid is None else valid
     valid = good & offered
+    if x.device.type == "cpu" and valid.all():  # on other devices this would synchronise
+        return x, valid, torch.zeros(len(x), dtype=torch.int64)
     first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
     mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))  # (S, B, 1, ...)
     spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~mask.any(1), 0)
@@ -93,18 +95,19 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
             share = share.flatten(2).mean(2) if share.dim() > 2 else share  # (S, B), the mean over pixels
         else:
             share = torch.zeros(logits.shape[:2], device=logits.device)
+        count = valid.sum(1)
         info = new.info._replace(
-            images=old.info.images + valid.sum(1),
-            trusted=mean_over(torch.ones_like(share) if update.trusted is None else update.trusted.float(), valid),
+            images=old.info.images + count,
+            trusted=(count > 0).float() if update.trusted is None else mean_over(update.trusted.float(), valid),
             entropy=mean_over(share, valid),
             distance=old.info.distance if update.affine is None else distance_of(net, update.affine),
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
-        chosen = valid.any(1) & sane
+        chosen = sane & (count > 0)
         stats = [name for name in new._fields if isinstance(getattr(new, name), ClassStats)]
         result = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
         result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
-        skipped = old.info.skipped + rejected + torch.where(sane, 0, valid.sum(1))
+        skipped = old.info.skipped + rejected + torch.where(sane, 0, count)
         result = result._replace(info=result.info._replace(skipped=skipped))
     return mask_logits(logits.detach(), valid & predicted), result
 

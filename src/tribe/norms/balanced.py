@@ -62,6 +62,15 @@ class Groups(NamedTuple):
     present: Tensor  # (R, K), which classes are in the batch
 
 
+class ClassSums(NamedTuple):
+    """Sums over the images of each class in a batch: images of one class move its statistics together."""
+
+    index: Tensor | None  # (S, G), the classes; None: all of them, G = K
+    count: Tensor  # (S, G, 1), images of each; 0: nothing moves
+    joint: Tensor  # (S, G, 2 C), sums of mean - origin, and of var + (mean - origin) ** 2
+    origin: Tensor  # (1, 1, C), near the means, so that nothing cancels
+
+
 class Prepared(NamedTuple):
     """Values that a pass has computed for a layer before it is called."""
 
@@ -110,20 +119,87 @@ class Balanced(NormRule):
         centre, within, between = _over_classes(stats.in_full())
         return Stats(centre, (within + between / self.freedom).clamp_min(0))  # see the NOTE in `_update`
 
-    def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype, eta: Tensor | None = None) -> Groups:
-        """Find which samples share a class, from (R, B) labels and valid marks; ``eta`` (R, 1, 1): of each row."""
+    def sum_classes(self, moments: Stats, labels: Tensor, valid: Tensor, origin: Tensor) -> ClassSums:
+        """Sum moments (S, B, C) over the valid images of each class; labels and valid marks are (S, B)."""
+        mean = moments.mean - origin
+        joint = torch.cat((mean, torch.addcmul(moments.var, mean, mean)), 2)
+        joint = torch.where(valid.unsqueeze(2), joint, 0)
+        if labels.shape[1] == 1:
+            return ClassSums(labels, valid.unsqueeze(2).to(mean.dtype), joint, origin)
+        index = None
+        if self.classes < labels.shape[1]:
+            every = torch.arange(self.classes, device=labels.device)
+            member = (labels.unsqueeze(1) == every.unsqueeze(1)) & valid.unsqueeze(1)  # (S, K, B)
+        else:  # the first image of each class has its sums
+            member, index = self._same(labels, valid), labels
+            member = member & (
+                member.byte().argmax(2) == torch.arange(labels.shape[1], device=labels.device)
+            ).unsqueeze(2)
+        exact = self._exact(member.device)
+        return ClassSums(
+            index,
+            member.sum(2, keepdim=True).to(mean.dtype),
+            (member.to(exact) @ joint.to(exact)).to(mean.dtype),
+            origin,
+        )
+
+    def follow(self, stats: Stats, eta: Tensor, sums: ClassSums, room: Stats) -> Stats:
+        """Update statistics (S V, K, C) of V momenta (V, 1, 1) into ``room``, without gradient; return them pooled."""
+        index, n, joint, origin = sums
+        streams, speeds = len(n), len(eta)
+        past, kept = (Stats(*(t.unflatten(0, (streams, speeds)) for t in pair)) for pair in (stats, room))
+        mu, sigma2 = past
+        n = n.unsqueeze(1)  # (S, 1, G, 1)
+        if index is not None:
+            index = index[:, None, :, None].expand(-1, speeds, -1, mu.shape[3])
+            mu, sigma2 = (t.gather(2, index) for t in past)
+        rate = torch.minimum(eta, 1 / n.clamp_min(1)) if self.rate_cap else eta.expand(streams, -1, -1, -1)
+        weight = rate * n  # (S, V, G, 1)
+
+        # Eq. 1, from the sums around the origin.
+        off_origin = mu - origin
+        by_mean, square = (rate * joint.unsqueeze(1)).chunk(2, 3)
+        delta = torch.addcmul(by_mean, weight, off_origin, value=-1)
+        fresh = torch.addcmul(square, off_origin, by_mean + delta, value=-1).addcmul_(delta, delta, value=-1)
+        growth = torch.addcmul(fresh, weight, sigma2, value=-1)
+        step = delta
+
+        # Eqs. 3 and 4.
+        if self.gamma:
+            present = (n > 0).sum(2, keepdim=True, dtype=n.dtype).clamp_min(1)
+            share = self.gamma / (present if self.gamma_over == "present" else self.classes)
+            shrink = share * weight.sum(2, keepdim=True)
+            step = (1 - self.gamma) * delta
+            growth.mul_((1 - self.gamma) * ((1 - shrink) if self.gamma_over == "present" else 1))
+            torch.add(past.mean, share * delta.sum(2, keepdim=True), out=kept.mean)
+            torch.addcmul(share * fresh.sum(2, keepdim=True), past.var, 1 - shrink, out=kept.var)
+        else:
+            kept.mean.copy_(past.mean), kept.var.copy_(past.var)
+        for t, change in zip(kept, (step, growth), strict=True):
+            t.add_(change) if index is None else t.scatter_add_(2, index, change)
+        return self.pool(room)
+
+    def _same(self, labels: Tensor, valid: Tensor) -> Tensor:
+        """Return which valid samples share a class: (R, B, B)."""
+        return (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
+
+    def _exact(self, device: torch.device) -> torch.dtype:
+        """Return float64 where the device has it: class sums are small, and TF32 and autocast do not apply to it."""
+        return torch.float32 if device.type == "mps" else torch.float64
+
+    def group(self, labels: Tensor, valid: Tensor, dtype: torch.dtype) -> Groups:
+        """Find which samples share a class, from (R, B) labels and valid marks."""
         labels, valid = labels.contiguous(), valid.contiguous()  # kernels read what follows row by row
-        same = (labels.unsqueeze(2) == labels.unsqueeze(1)) & valid.unsqueeze(2) & valid.unsqueeze(1)
+        same = self._same(labels, valid)
         lead = (valid & ~same.tril(-1).any(2)).unsqueeze(2).to(dtype)
         n = same.sum(2, keepdim=True).to(dtype)
-        rate = (self.eta if eta is None else eta) * valid.unsqueeze(2).to(dtype)
+        rate = self.eta * valid.unsqueeze(2).to(dtype)
         if self.rate_cap:
             rate = torch.minimum(rate, 1 / n.clamp_min(1))
         over = lead.sum(1, keepdim=True).clamp_min(1)
         if self.gamma_over == "all":
             over = torch.full_like(over, self.classes)
-        # In float64 where the device has it: class sums are small, and TF32 and autocast do not apply to float64.
-        exact = dtype if labels.device.type == "mps" else torch.float64
+        exact = self._exact(labels.device)
         weight = rate * n
         shrink = self.gamma * (lead * weight).sum(1, keepdim=True) / over
         code = torch.where(valid, labels, -1)
