@@ -26,7 +26,7 @@ from tribe.testing import images, small_network
 
 assert "site-packages" in tribe.__file__, tribe.__file__
 assert tribe.adapt(small_network())(images(1, 6)[0]).shape == (6, 4)
-EXTRAS = ("typer", "rich", "ray", "starlette", "msgspec", "uvicorn", "prometheus_client", "grpc", "google")
+EXTRAS = ("typer", "rich", "ray", "h11", "starlette", "msgspec", "uvicorn", "prometheus_client", "grpc", "google")
 names = [module.name for module in pkgutil.walk_packages(tribe.__path__, "tribe.")]
 tried = failed = 0
 missing = []

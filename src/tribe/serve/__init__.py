@@ -14,7 +14,7 @@ from tribe.serve.client import Client, ClientError, Prediction
 if TYPE_CHECKING:
     from tribe.serve.server import Server
 
-EXTRA = ("msgspec", "prometheus_client", "starlette", "uvicorn")  # packages of the extra `serve`
+EXTRA = ("h11", "msgspec", "prometheus_client", "starlette", "uvicorn")  # packages of the extra `serve`
 
 __all__ = ["Client", "ClientError", "Prediction", "Server"]
 
