@@ -101,7 +101,7 @@ def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     if kernels.can_run(mean, kernels.EXACT) and weight.dtype == torch.float32:
         return _Fold.apply(mean, var, weight, bias, eps)  # type: ignore[no-any-return,no-untyped-call]
     scale = weight.unsqueeze(1) * torch.rsqrt(var + eps)
-    return scale, bias.unsqueeze(1) - mean * scale
+    return scale, torch.addcmul(bias.unsqueeze(1), mean, scale, value=-1)  # the bits of torch.batch_norm
 
 
 def _over_pixels(t: Tensor, x: Tensor) -> Tensor:
