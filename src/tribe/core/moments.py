@@ -61,7 +61,7 @@ def observe_samples(x: Tensor) -> tuple[Tensor, Tensor]:
         return mean, var
     if (samples == 1 or x.numel() >= LARGE * samples > 0) and _is_channels_last(x):
         # Sample by sample, without a tensor of squares.
-        each = [torch.batch_norm_update_stats(sample, None, None, 0.0) for sample in x.split_with_sizes([1] * samples)]
+        each = [torch.batch_norm_update_stats(t, None, None, 0.0) for t in (x.split(1) if samples > 1 else (x,))]
         mean, var = each[0] if samples == 1 else map(torch.stack, zip(*each, strict=True))
         return mean.view(samples, -1), var.view(samples, -1)
     # var_mean is many times slower here than two plain sums. Centred first: E[x^2] - E[x]^2 would cancel.

@@ -200,7 +200,7 @@ class StatisticsSlot(Slot):
         fits = x.shape[0] == current.batch and accumulation_dtype(x.dtype) == weight.dtype
         if current.stored is not None and self.tracked and fits:
             if isinstance(norm, Recorded):
-                seen = x.detach()
+                seen = x.detach() if x.requires_grad else x
                 current.kept[self.index] = observe_samples(seen if norm.images is None else seen[: norm.images])
             mean, var, scale, shift = current.stored[self.index]
             y = torch.batch_norm(x, scale, shift, mean, var, False, 0.0, self.layer_eps, False)

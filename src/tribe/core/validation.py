@@ -42,7 +42,7 @@ class Checks:
         screened here only if they do not, or on a GPU, where reading them would wait for the device.
         """
         gpu = x.device.type != "cpu"
-        if x.numel() and not (gpu and self._range_checked) and in_range(x):
+        if not (gpu and self._range_checked) and in_range(x):
             self._range_checked |= gpu
             return None
         good = good_images(x)
@@ -152,13 +152,15 @@ def good_images(x: Tensor, axes: int = 2) -> Tensor:
 
 def in_range(x: Tensor) -> bool:
     """Return whether all values lie in [0, 1]; NaN does not. Waits for the device."""
+    if not x.numel():
+        return True
     low, high = x.amin().item(), x.amax().item()  # aminmax copies images that are channels-last
     return low >= -TOLERANCE and high <= 1 + TOLERANCE
 
 
 def warn_of_range(x: Tensor) -> bool:
     """Warn of finite values outside [0, 1]; return whether there were any."""
-    if not x.numel() or in_range(x):
+    if in_range(x):
         return False
     low, high = (v.item() for v in x.aminmax())
     if high > 2 and low >= 0:

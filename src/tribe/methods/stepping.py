@@ -11,7 +11,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy, mean_over
 from tribe.core.packed import ClassStats
 from tribe.core.state import Affine, Info, leaves, select
-from tribe.core.validation import good_images
+from tribe.core.validation import good_images, in_range
 
 
 def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,11 +25,11 @@ def screen(x: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     if not x.shape[1]:
         raise ValueError(f"a step needs at least one image a stream; got a batch of shape {tuple(x.shape)}")
     x = x.detach()
+    offered = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
+    if x.device.type == "cpu" and in_range(x) and (valid is None or valid.all()):  # it would synchronise elsewhere
+        return x, offered, torch.zeros(x.shape[0], dtype=torch.int64)
     good = good_images(x)  # (S, B)
-    offered = torch.ones_like(good) if valid is None else valid
     valid = good & offered
-    if x.device.type == "cpu" and valid.all():  # on other devices this would synchronise
-        return x, valid, torch.zeros(len(x), dtype=torch.int64)
     first = valid.byte().argmax(1)  # of every stream; a bad one, if none is good
     mask = valid.view(*valid.shape, *[1] * (x.dim() - 2))  # (S, B, 1, ...)
     spare = x[torch.arange(len(x), device=x.device), first].masked_fill(~mask.any(1), 0)
@@ -44,6 +44,8 @@ def finite(t: Tensor) -> Tensor:
 
 def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
     """Set the logits of all images but those ``seen`` (S, B) to zero: every class is equally likely."""
+    if seen.device.type == "cpu" and seen.all():
+        return logits
     return torch.where(seen.view(*seen.shape, *[1] * (logits.dim() - 2)), logits, 0)
 
 
@@ -86,30 +88,34 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
     """
     logits, new = update.logits, update.state
     with torch.no_grad():
-        if update.seen is not None:
-            valid, rejected = update.seen, rejected + (valid & ~update.seen).sum(1)
-        predicted = finite(logits)
-        sane = (predicted | ~valid).all(1) & _finite(new, old)  # (S,)
+        offered = valid.sum(1)
+        if update.seen is None:
+            predicted = finite(logits)
+            sane = (valid <= predicted).all(1) & _finite(new, old)  # (S,)
+            predicted, count = valid & predicted, offered
+        else:
+            valid = predicted = update.seen
+            sane, count = _finite(new, old), valid.sum(1)
         if (classes := logits.shape[2]) > 1:
             share = entropy(logits.movedim(2, -1)).float() / math.log(classes)  # of the largest
             share = share.flatten(2).mean(2) if share.dim() > 2 else share  # (S, B), the mean over pixels
         else:
             share = torch.zeros(logits.shape[:2], device=logits.device)
-        count = valid.sum(1)
+        some = count > 0
         info = new.info._replace(
             images=old.info.images + count,
-            trusted=(count > 0).float() if update.trusted is None else mean_over(update.trusted.float(), valid),
-            entropy=mean_over(share, valid),
+            trusted=some.float() if update.trusted is None else mean_over(update.trusted.float(), valid),
+            entropy=torch.where(valid, share, 0).sum(1) / count.clamp_min(1),
             distance=old.info.distance if update.affine is None else distance_of(net, update.affine),
         )
         moved = new._replace(key=old.key._replace(clock=old.key.clock + 1), info=info)
-        chosen = sane & (count > 0)
+        chosen = sane & some
         stats = [name for name in new._fields if isinstance(getattr(new, name), ClassStats)]
         result = select(chosen, moved._replace(**{name: getattr(old, name) for name in stats}), old)
         result = result._replace(**{n: select(chosen, getattr(new, n), getattr(old, n), in_place=True) for n in stats})
-        skipped = old.info.skipped + rejected + torch.where(sane, 0, count)
+        skipped = old.info.skipped + rejected + offered - torch.where(sane, count, 0)
         result = result._replace(info=result.info._replace(skipped=skipped))
-    return mask_logits(logits.detach(), valid & predicted), result
+    return mask_logits(logits.detach(), predicted), result
 
 
 def _finite(new: Any, old: Any) -> Tensor:
