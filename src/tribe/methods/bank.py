@@ -127,14 +127,14 @@ class Bank(Method):
     ) -> BankState:
         """Score and update every speed with the moments (S, B, C) and the labels (S, B) of the images ``seen``."""
         sums = self.norm.sum_classes(moments, labels, seen, net.origin.state.stats.mean)
-        images = sums.count.sum(1)  # (S, 1)
+        images = sums.images.sum(1)  # (S, 1)
         keep = torch.exp(-images / self.horizon)
         most = images.clamp_min(1)
-        came = sums.count.squeeze(2) / most  # (S, G)
+        came = sums.images.squeeze(2) / most  # (S, G)
         seldom = (1 / (self.class_count * state.frequency)).clamp_max(MOST_WEIGHT)
-        if sums.index is not None:
-            seldom = seldom.gather(1, sums.index)
-            came = torch.zeros_like(state.frequency).scatter_add(1, sums.index, came)
+        if sums.labels is not None:
+            seldom = seldom.gather(1, sums.labels)
+            came = torch.zeros_like(state.frequency).scatter_add(1, sums.labels, came)
         gain = self._surprise(net, state, sums, seldom / most)  # (S, V + 1)
         score = torch.lerp(gain - gain[:, :1], state.score, keep)
         frequency = torch.lerp(came, state.frequency, keep)
@@ -150,7 +150,7 @@ class Bank(Method):
         foreseen, spread = self._candidates(net, state)
         offset, spread = foreseen - sums.origin, spread + net.eps
         weight = weight.unsqueeze(2)
-        total = (weight * sums.count).sum(1, keepdim=True)  # (S, 1, 1)
+        total = (weight * sums.images).sum(1, keepdim=True)  # (S, 1, 1)
         linear, square = (weight * sums.joint).sum(1, keepdim=True).chunk(2, 2)  # (S, 1, C)
         apart = torch.addcmul(square + total * net.eps, offset, total * offset - 2 * linear)
         surprise: Tensor = 0.5 * torch.addcmul(apart / spread, total, spread.log()).mean(2)

@@ -65,8 +65,8 @@ class Groups(NamedTuple):
 class ClassSums(NamedTuple):
     """Sums over the images of each class in a batch: images of one class move its statistics together."""
 
-    index: Tensor | None  # (S, G), the classes; None: all of them, G = K
-    count: Tensor  # (S, G, 1), images of each; 0: nothing moves
+    labels: Tensor | None  # (S, G), the classes; None: all of them, G = K
+    images: Tensor  # (S, G, 1), of each class; 0: nothing moves
     joint: Tensor  # (S, G, 2 C), sums of mean - origin, and of var + (mean - origin) ** 2
     origin: Tensor  # (1, 1, C), near the means, so that nothing cancels
 
