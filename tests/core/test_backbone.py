@@ -30,18 +30,18 @@ def test_frozen_rule_equals_the_model_in_eval_mode(name: str) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (40, 32, 32)])
 @pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize(("rows", "batch", "count"), [(1, 1, None), (1, 3, None), (1, 3, 2), (2, 3, 2)])
+@pytest.mark.parametrize(("rows", "batch", "every"), [(1, 1, 1), (1, 3, 1), (1, 3, 2), (2, 3, 2)])
 def test_a_pass_records_the_moments_of_images(
-    rows: int, batch: int, count: int | None, last: bool, shape: tuple[int, int, int]
+    rows: int, batch: int, every: int, last: bool, shape: tuple[int, int, int]
 ) -> None:
-    """Catches moments of another layout of memory, and of other images than the first ``count``."""
+    """Catches moments of another layout of memory, and of other images than the first of ``every`` so many."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm2d(shape[0]), nn.Flatten(), nn.Linear(math.prod(shape), 4))
     x, net = torch.rand(rows * batch, *shape), Backbone(model)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     with torch.no_grad():
-        _, _, moments = net(x.unflatten(0, (rows, batch)), *net.source(rows), Recorded(images=count))
-    pixels = x.double().unflatten(0, (rows, batch))[:, :count]
+        _, _, moments = net(x.unflatten(0, (rows, batch)), *net.source(rows), Recorded(every))
+    pixels = x.double().unflatten(0, (rows, batch))[:, ::every]
     assert moments.mean.shape == pixels.shape[:3]
     assert gap(moments.mean, pixels.mean((3, 4))) < 1e-6
     assert gap(moments.var, pixels.var((3, 4), correction=0)) < 1e-6
@@ -54,7 +54,7 @@ def test_a_pass_of_the_source_has_the_bits_of_the_network() -> None:
     with torch.no_grad():
         expected = model(x[0].contiguous(memory_format=torch.channels_last))
         assert torch.equal(net(x, *net.source(), FROZEN).logits[0], expected)
-        assert torch.equal(net(x, *net.source(), Recorded(images=2)).logits[0], expected)
+        assert torch.equal(net(x, *net.source(), Recorded(2)).logits[0], expected)
 
 
 @each_model

@@ -62,7 +62,7 @@ class Frozen:
 class Recorded(Frozen):
     """The stored statistics, for every batch; the pass returns the moments of samples (R, n, C) in place of them."""
 
-    images: int | None = None  # n, the first of each row; None: all
+    every: int = 1  # the first sample of so many is recorded
 
 
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

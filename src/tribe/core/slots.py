@@ -201,13 +201,13 @@ class StatisticsSlot(Slot):
         if current.stored is not None and self.tracked and fits:
             if isinstance(norm, Recorded):
                 seen = x.detach() if x.requires_grad else x
-                current.kept[self.index] = observe_samples(seen if norm.images is None else seen[: norm.images])
+                current.kept[self.index] = observe_samples(seen[:: norm.every])
             mean, var, scale, shift = current.stored[self.index]
             y = torch.batch_norm(x, scale, shift, mean, var, False, 0.0, self.layer_eps, False)
             return y.relu_() if self.relu else y
         if isinstance(norm, Recorded):
             with torch.no_grad(), full_precision(x.device.type):
-                current.kept[self.index] = observe(self.unfold(x, current)[:, : norm.images], epilogue.offset)
+                current.kept[self.index] = observe(self.unfold(x, current)[:, :: norm.every], epilogue.offset)
         stats = current.stats.layer(self.columns, self.index)
         if norm.observes:  # the second call of a layer continues from the first
             stats = current.kept.get(self.index) or stats

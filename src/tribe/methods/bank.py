@@ -25,12 +25,15 @@ from torch import Tensor
 
 from tribe.core.bounds import TRUTH
 from tribe.core.rules import Recorded
-from tribe.core.state import Affine, Info, Stats, room_for
-from tribe.fields import NotNegative, Positive, Share, require
+from tribe.core.state import Affine, Info, Stats, room_for, select
+from tribe.fields import NotNegative, Positive, Range, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
+from tribe.methods.places import Places, World, arrive, first_world, no_places, record, watch
+from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
 MOST_WEIGHT = 10.0  # of an image of a rare class, relative to the mean
+LEAST_OBSERVED = 16  # images of a batch, if it has so many
 
 
 class BankState(NamedTuple):
@@ -40,6 +43,9 @@ class BankState(NamedTuple):
     pooled: Stats  # (V S, 1, C), the same pooled over classes
     score: Tensor  # (S, V + 1) relative to the source, which is first; lower is better
     frequency: Annotated[Tensor, TRUTH]  # (S, K) of the classes predicted lately
+    probes: Probes
+    world: World
+    places: Places
     key: Key
     info: Info
 
@@ -54,10 +60,14 @@ class Bank(Method):
     bonus: NotNegative = 0.05  # by which the source's score is better than it measures
     temperature: Positive = 0.02  # of the weights: lower decides harder
     horizon: Positive = 300.0  # images over which scores and frequencies are averaged
+    observe: Annotated[int, Range(low=1)] = 4  # in batches of 32 and more, an image in so many is observed
+    probe: Annotated[int, Range(low=0)] = 16  # an image in so many also passes the source; 0: none does
+    memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with probe=0 there are none
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
     works_on = ("statistics",)
     per_class = "statistics of each class"
+    capture = "never"  # the host chooses the images that pass the source
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,12 +99,25 @@ class Bank(Method):
         key, info = self.new_key_and_info(net, streams, seed)
         score = pooled.mean.new_zeros(streams, len(self.speeds) + 1)
         frequency = pooled.mean.new_full((streams, self.class_count), 1 / self.class_count)
-        return BankState(stats, pooled, score, frequency, key, info)
+        source: Stats = net.origin.state.stats
+        probes = first_probes(pooled.mean, streams, self.class_count)
+        world = first_world(source, self._first_layer(net), streams)
+        places = no_places(source, self.memory if self.probe else 0, streams)
+        return BankState(stats, pooled, score, frequency, probes, world, places, key, info)
+
+    @staticmethod
+    def _first_layer(net: Backbone) -> slice:
+        """Return the columns of the first layer that has statistics."""
+        return next((columns for columns in net.columns if columns.stop > columns.start), slice(0, 0))
 
     def weights(self, state: BankState) -> Tensor:
         """Return the weights of the source and of every speed in the mixture: (S, V + 1)."""
         bonus = state.score.new_tensor([self.bonus] + [0.0] * (state.score.shape[1] - 1))
-        return ((bonus - state.score) / self.temperature).softmax(1)
+        weights = ((bonus - state.score) / self.temperature).softmax(1)
+        source = source_share(state.probes).unsqueeze(1)
+        return torch.cat(
+            (torch.lerp(weights[:, :1], torch.ones_like(source), source), weights[:, 1:] * (1 - source)), 1
+        )
 
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
@@ -112,23 +135,38 @@ class Bank(Method):
 
     @torch.no_grad()
     def adapt(self, net: Backbone, state: BankState, batch: ScreenedBatch) -> Update:
-        """Predict, score the speeds, and update the statistics."""
-        affine, stats, _ = batch.deploy(net, state)
-        logits, _, moments = net(batch.x, affine, stats, Recorded(), valid=batch.valid)
+        """Predict, score the speeds, update the statistics, and compare some predictions with the source's."""
+        deployed = batch.deploy(net, state)
+        step = min(self.observe, max(1, batch.x.shape[1] // LEAST_OBSERVED))
+        logits, _, moments = net(batch.x, deployed.affine, deployed.stats, Recorded(step), valid=batch.valid)
         seen = batch.valid & finite(logits)
         logits = mask_logits(logits, seen)
         if batch.on_prediction is not None:
             batch.on_prediction(logits)
         spare = None if batch.retired is None else batch.retired.stats
-        return Update(logits, self._follow(net, state, moments, logits.argmax(-1), seen, spare), seen=seen)
+        observed = logits[:, ::step].argmax(-1), seen[:, ::step]
+        new = self._follow(net, state, moments, *observed, spare, seen.shape[1] / observed[1].shape[1])
+        if self.probe:
+            new = self._probe(net, state, new, batch.x, logits, seen, Stats(*(t.float() for t in moments)), step)
+        return Update(logits, new, seen=seen)
 
     def _follow(
-        self, net: Backbone, state: BankState, moments: Stats, labels: Tensor, seen: Tensor, spare: Any = None
+        self,
+        net: Backbone,
+        state: BankState,
+        moments: Stats,
+        labels: Tensor,
+        seen: Tensor,
+        spare: Any = None,
+        weight: float = 1.0,
     ) -> BankState:
-        """Score and update every speed with the moments (S, B, C) and the labels (S, B) of the images ``seen``."""
+        """Score and update every speed with the moments (S, B, C) and the labels (S, B) of the images ``seen``.
+
+        Each image stands for ``weight`` images.
+        """
         sums = self.norm.sum_classes(moments, labels, seen, net.origin.state.stats.mean)
         images = sums.images.sum(1)  # (S, 1)
-        keep = torch.exp(-images / self.horizon)
+        keep = torch.exp(-weight * images / self.horizon)
         most = images.clamp_min(1)
         came = sums.images.squeeze(2) / most  # (S, G)
         seldom = (1 / (self.class_count * state.frequency)).clamp_max(MOST_WEIGHT)
@@ -139,8 +177,56 @@ class Bank(Method):
         score = torch.lerp(gain - gain[:, :1], state.score, keep)
         frequency = torch.lerp(came, state.frequency, keep)
         stats = room_for(state.stats, spare)
-        pooled = self.norm.follow(state.stats, images.new_tensor(self.speeds).view(-1, 1, 1), sums, stats)
+        speeds = (images.new_tensor(self.speeds) * weight).clamp_max(1)
+        pooled = self.norm.follow(state.stats, speeds.view(-1, 1, 1), sums, stats)
         return state._replace(stats=stats, pooled=pooled, score=score, frequency=frequency)
+
+    def _probe(
+        self,
+        net: Backbone,
+        old: BankState,
+        new: BankState,
+        x: Tensor,
+        logits: Tensor,
+        seen: Tensor,
+        moments: Stats,
+        step: int,
+    ) -> BankState:
+        """Pass some images through the source too; where the world has changed, begin at the place that it is."""
+        first = self._first_layer(net)
+        shown, images = Stats(*(t[..., first] for t in moments)), seen.sum(1).to(moments.mean.dtype)
+        world = watch(old.world, shown, images, seen[:, ::step].to(images.dtype), net.eps[first])
+        order = seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
+        looking = (world.look > 0).unsqueeze(1)
+        due = (order + old.info.images.unsqueeze(1)) % self.probe == 0
+        chosen = seen & torch.where(looking, order < world.look.unsqueeze(1), due)
+        index = chosen.flatten().nonzero()[:, 0]
+        if not len(index):
+            return new._replace(world=world)
+        source, stats = net.source()
+        passed = net(x.flatten(0, 1)[index].unsqueeze(0), source, stats, Recorded())
+        by_source = Stats(*(_spread(t[0], index, seen.shape) for t in passed.stats))
+        passed_logits = _spread(passed.logits[0], index, seen.shape)
+        weight = (chosen & finite(passed_logits)).to(images.dtype)
+        probes = add_probes(old.probes, mask_logits(passed_logits, chosen), logits, weight * ~looking)
+        world = record(world, by_source, weight)
+        arrived = looking[:, 0] & (world.look == 0)
+        new = new._replace(probes=probes, world=world)
+        return self._begin(net, old, new, arrived) if arrived.any() else new
+
+    def _begin(self, net: Backbone, old: BankState, new: BankState, arrived: Tensor) -> BankState:
+        """Begin the streams that have ``arrived`` somewhere (S,) at the statistics of that place."""
+        streams, like = len(arrived), self.init(net, len(arrived))
+        current = self.deployed(net, old).stats
+        arrival = arrive(arrived, new.world, new.places, current, net.origin.state.stats, net.eps)
+        begun = Stats(*(t.repeat_interleave(len(new.stats.mean) // streams, 0) for t in arrival.stats))
+        stats = Stats(*(t.expand_as(s).clone() for t, s in zip(begun, new.stats, strict=True)))
+        score = like.score.clone()
+        score[:, 1:] = torch.where(arrival.recalled, -self.bonus - 4 * self.temperature, 0.0).unsqueeze(1)
+        doubt = new.probes._replace(images=new.probes.images.clamp_max(2))
+        new = new._replace(probes=select(arrived, doubt, new.probes))
+        fresh = new._replace(stats=stats, pooled=begun, score=score, frequency=like.frequency, probes=like.probes)
+        return select(arrival.moves, fresh, new)._replace(world=arrival.world, places=arrival.places)
 
     def _surprise(self, net: Backbone, state: BankState, sums: ClassSums, weight: Tensor) -> Tensor:
         """Return the negative log-likelihood of images, weighted by their class (S, G), under each speed: (S, V + 1).
@@ -155,3 +241,10 @@ class Bank(Method):
         apart = torch.addcmul(square + total * net.eps, offset, total * offset - 2 * linear)
         surprise: Tensor = 0.5 * torch.addcmul(apart / spread, total, spread.log()).mean(2)
         return surprise
+
+
+def _spread(t: Tensor, index: Tensor, shape: torch.Size) -> Tensor:
+    """Put the rows (n, ...) of chosen images at their places in a batch (S, B, ...); the others are 0."""
+    room = t.new_zeros(shape.numel(), *t.shape[1:])
+    spread: Tensor = room.index_copy(0, index, t).unflatten(0, tuple(shape))
+    return spread
