@@ -106,8 +106,8 @@ CASES = [
     *(("note", {**MEMORY, "every": every}) for every in (None, 4, 5, 30)),
     ("sotta", {**SOTTA, "frozen_tail": 0.0}),
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
-    ("bank", {"bonus": 0.01, "horizon": 20.0, "probe": 0}),
-    ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "probe": 0}),
+    ("bank", {"bonus": 0.01, "horizon": 20.0, "probe": 0, "observe": 1}),
+    ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "probe": 0, "observe": 1}),
     ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
     ("bdn", {**BDN, "confident": False}),
     ("bdn", {**BDN, "domains": 3}),
@@ -175,7 +175,7 @@ def scores_afterwards(self, net, state, moments, labels, seen, *rest):
 
 @pytest.mark.parametrize("wrong", [counts_twice, scores_afterwards])
 def test_the_plain_loop_of_the_bank_notices_a_bug(wrong):
-    healthy = methods.create("bank", classes=4, bonus=0.01, horizon=20.0, probe=0)
+    healthy = methods.create("bank", classes=4, bonus=0.01, horizon=20.0, probe=0, observe=1)
     with pytest.raises(AssertionError):
         assert_equals_plain_loop(
             mutant(wrong.__name__, healthy, _follow=wrong), even_network(varied(6)), varied(6), 1e-9

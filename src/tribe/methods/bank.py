@@ -114,6 +114,8 @@ class Bank(Method):
         """Return the weights of the source and of every speed in the mixture: (S, V + 1)."""
         bonus = state.score.new_tensor([self.bonus] + [0.0] * (state.score.shape[1] - 1))
         weights = ((bonus - state.score) / self.temperature).softmax(1)
+        if not self.probe:
+            return weights
         source = source_share(state.probes).unsqueeze(1)
         return torch.cat(
             (torch.lerp(weights[:, :1], torch.ones_like(source), source), weights[:, 1:] * (1 - source)), 1
@@ -147,7 +149,7 @@ class Bank(Method):
         observed = logits[:, ::step].argmax(-1), seen[:, ::step]
         new = self._follow(net, state, moments, *observed, spare, seen.shape[1] / observed[1].shape[1])
         if self.probe:
-            new = self._probe(net, state, new, batch.x, logits, seen, Stats(*(t.float() for t in moments)), step)
+            new = self._probe(net, state, new, batch.x, logits, seen, moments, step)
         return Update(logits, new, seen=seen)
 
     def _follow(

@@ -50,15 +50,20 @@ class Places(NamedTuple):
 
 def first_world(source: Stats, first: slice, streams: int) -> World:
     """Return a world of no image."""
-    every, start = (Stats(*(t[..., c].expand(streams, -1, -1).clone() for t in source)) for c in (slice(None), first))
-    zero = source.mean.new_zeros(streams)
-    return World(start, start, torch.full_like(zero, 0.05), zero, zero.clone(), every, zero.clone(), every)
+
+    def start(columns: slice) -> Stats:
+        return Stats(*(t[..., columns].expand(streams, -1, -1).clone() for t in source))
+
+    zero, every = source.mean.new_zeros(streams), slice(None)
+    usual = torch.full_like(zero, 0.05)
+    age, look, seen = (zero.clone() for _ in range(3))
+    return World(start(first), start(first), usual, age, look, start(every), seen, start(every))
 
 
 def no_places(source: Stats, places: int, streams: int) -> Places:
     """Return an empty memory."""
-    room = Stats(*(t.expand(streams, places, -1).clone() for t in source))
-    return Places(room, room, torch.zeros(streams, dtype=torch.int64, device=source.mean.device))
+    stats, by_source = (Stats(*(t.expand(streams, places, -1).clone() for t in source)) for _ in range(2))
+    return Places(stats, by_source, torch.zeros(streams, dtype=torch.int64, device=source.mean.device))
 
 
 def merge(stats: Stats, mean: Tensor, var: Tensor, rate: Tensor) -> Stats:
