@@ -18,7 +18,7 @@ adapting costs accuracy where little has changed.
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from tribe.core.rules import Recorded
 from tribe.core.state import Affine, Info, Stats, room_for, select
 from tribe.fields import NotNegative, Positive, Range, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
+from tribe.methods.method import Part
 from tribe.methods.places import Places, World, arrive, first_world, no_places, record, watch
 from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
@@ -65,7 +66,7 @@ class Bank(Method):
     memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with probe=0 there are none
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
-    works_on = ("statistics",)
+    works_on: ClassVar[tuple[Part, ...]] = ("statistics",)
     per_class = "statistics of each class"
     capture = "never"  # the host chooses the images that pass the source
 
@@ -227,7 +228,7 @@ class Bank(Method):
         score[:, 1:] = torch.where(arrival.recalled, -self.bonus - 4 * self.temperature, 0.0).unsqueeze(1)
         doubt = new.probes._replace(images=new.probes.images.clamp_max(2))
         new = new._replace(probes=select(arrived, doubt, new.probes))
-        fresh = new._replace(stats=stats, pooled=begun, score=score, frequency=like.frequency, probes=like.probes)
+        fresh = like._replace(stats=stats, pooled=begun, score=score, key=new.key, info=new.info)
         return select(arrival.moves, fresh, new)._replace(world=arrival.world, places=arrival.places)
 
     def _surprise(self, net: Backbone, state: BankState, sums: ClassSums, weight: Tensor) -> Tensor:

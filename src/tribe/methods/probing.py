@@ -21,6 +21,7 @@ MARGIN = 0.01  # of benefit: adapting must be better by so much
 DEVIATIONS = 1.0  # standard errors by which adapting gets the benefit of the doubt
 SCALE = 0.02  # of benefit: how softly the source takes over
 SPREAD = 0.1  # of an image's benefit, the variance before any image
+MOST = 0.5  # nats of benefit that an image may have: single images must not decide
 SMALL = 1e-9
 
 
@@ -28,50 +29,41 @@ class Probes(NamedTuple):
     """Averages over the images that passed both networks."""
 
     posterior: Tensor  # (S, 2, K), of the source and of the adapted network
-    entropy: Tensor  # (S, 2)
+    benefit: Tensor  # (S,), in nats
     spread: Annotated[Tensor, NOT_NEGATIVE]  # (S,), the variance of an image's benefit
     images: Annotated[Tensor, NOT_NEGATIVE]  # (S,), how many, at most `MEMORY`
 
 
 def first_probes(like: Tensor, streams: int, classes: int) -> Probes:
     """Return averages of no image: both networks say nothing."""
-    even = like.new_full((streams, 2, classes), 1 / classes)
-    return Probes(even, _entropy(even), like.new_full((streams,), SPREAD), like.new_zeros(streams))
-
-
-def benefit(probes: Probes) -> Tensor:
-    """Return the information of the adapted network less that of the source, in nats: (S,)."""
-    source, adapted = (_entropy(probes.posterior) - probes.entropy).unbind(1)
-    return adapted - source
+    even, zero = like.new_full((streams, 2, classes), 1 / classes), like.new_zeros(streams)
+    return Probes(even, zero, torch.full_like(zero, SPREAD), zero.clone())
 
 
 def source_share(probes: Probes) -> Tensor:
     """Return how much of the normalisation the source should take over, (S,): 0 unless it is known to be better."""
     images = probes.images
-    known = benefit(probes) * images / (images + FIRST)
+    known = probes.benefit * images / (images + FIRST)
     doubt = DEVIATIONS * (probes.spread / (images + 4)).sqrt()
-    return ((MARGIN - known - doubt) / SCALE).sigmoid()
+    share: Tensor = ((MARGIN - known - doubt) / SCALE).sigmoid()
+    return share
 
 
 def add_probes(probes: Probes, source: Tensor, adapted: Tensor, weight: Tensor) -> Probes:
     """Average the logits (S, B, K) of both networks over the images of weight 1, (S, B)."""
     posterior = torch.stack((source, adapted), 1).softmax(-1)  # (S, 2, B, K)
     added = weight.sum(1)
-    mean = weight.unsqueeze(1).unsqueeze(3) / added.clamp_min(1).view(-1, 1, 1, 1)  # (S, 1, B, 1)
+    mean = weight / added.clamp_min(1).unsqueeze(1)  # (S, B)
     rate = torch.maximum(added / MEMORY, added / (probes.images + added + FIRST)).clamp_max(1)
-    entropy = _entropy(posterior)  # (S, 2, B)
-    surprise = -(posterior * probes.posterior.unsqueeze(2).clamp_min(SMALL).log()).sum(-1) - entropy
-    by_image = surprise[:, 1] - surprise[:, 0] - benefit(probes).unsqueeze(1)
-    spread = (mean[:, 0, :, 0] * by_image.square()).sum(1)
-    each = rate.unsqueeze(1)
+    average = probes.posterior.lerp((mean.view(len(mean), 1, -1, 1) * posterior).sum(2), rate.view(-1, 1, 1))
+    average = torch.where(added.view(-1, 1, 1) > 0, average, probes.posterior)
+    # What an image's prediction says: its divergence from the average one.
+    says = (posterior * (posterior.clamp_min(SMALL) / average.unsqueeze(2).clamp_min(SMALL)).log()).sum(-1)
+    by_image = (says[:, 1] - says[:, 0]).clamp(-MOST, MOST)
+    apart = by_image - probes.benefit.unsqueeze(1)
     return Probes(
-        torch.lerp(probes.posterior, (mean * posterior).sum(2), torch.where(added > 0, rate, 0).view(-1, 1, 1)),
-        torch.lerp(probes.entropy, (mean[..., 0] * entropy).sum(2), each),
-        torch.lerp(probes.spread, spread, rate),
+        average,
+        probes.benefit + rate * (mean * apart).sum(1),
+        torch.where(added > 0, probes.spread.lerp((mean * apart.square()).sum(1), rate), probes.spread),
         (probes.images + added).clamp_max(MEMORY),
     )
-
-
-def _entropy(posterior: Tensor) -> Tensor:
-    entropy: Tensor = torch.special.entr(posterior).sum(-1)
-    return entropy
