@@ -189,7 +189,7 @@ class Runner:
         if not group.x.shape[1]:
             return group.x.new_zeros(len(group.x), 0, self.classes)
         if isinstance(method, Pipeline) and method.filter is not None:
-            inner = states if method.guard is not None else [state.method for state in states]
+            inner = states if isinstance(method.unfiltered, Pipeline) else [state.method for state in states]
             output = self.predict(group, inner, deployed, method.unfiltered)
             beliefs = gather([state.filter for state in states], group.entries)
             return method.filter_output(self.net, beliefs, output, group.valid)[0]
