@@ -30,7 +30,8 @@ def same(one, other):
 def test_it_learns_from_every_nth_batch_and_predicts_between(name):
     net, alone = Backbone(small_network()), small(ready(name))
     rare = Pipeline(alone, rare=Rare(learn_every=3))
-    assert rare.name == f"{name}+rare" and rare.capture == "never"
+    assert rare.name == f"{name}+rare"
+    assert rare.capture == "never"
     state, plain = rare.init(net, 2, seed=3), alone.init(net, 2, seed=3)
     for number in range(7):
         x, before = images(2, 6, number), state
@@ -42,7 +43,8 @@ def test_it_learns_from_every_nth_batch_and_predicts_between(name):
             assert torch.equal(y, alone.predict(net, before.method, x))
         else:  # the method's own step, with the clock of the stream
             wanted, plain = alone.step(net, before.method, x)
-            assert torch.equal(y, wanted) and digest(state.method) == digest(plain)
+            assert torch.equal(y, wanted)
+            assert digest(state.method) == digest(plain)
 
 
 @pytest.mark.parametrize("name", RARE)
@@ -84,7 +86,8 @@ def test_a_memory_is_not_fed_between():
     state = rare.init(net)
     for seed in range(4):
         _, state = rare.step(net, state, images(1, 6, seed))
-    assert state.method.memory.arrivals.tolist() == [6] and state.info.images.tolist() == [24]
+    assert state.method.memory.arrivals.tolist() == [6]
+    assert state.info.images.tolist() == [24]
 
 
 def test_a_guard_watches_every_batch_and_holds_back_learning_alone():
@@ -97,14 +100,17 @@ def test_a_guard_watches_every_batch_and_holds_back_learning_alone():
     assert state.guard.watch.alarms.images.tolist() == [30]
     guarded = with_fields(rare, skip=True)
     _, dark = guarded.step(net, state, torch.zeros(1, 6, 3, 8, 8))
-    assert dark.guard.held.tolist() == [0] and dark.key.clock.tolist() == [6]  # it was not to learn from them
+    assert dark.guard.held.tolist() == [0]
+    assert dark.key.clock.tolist() == [6]
     _, held = guarded.step(net, dark, torch.zeros(1, 6, 3, 8, 8))
-    assert held.guard.held.tolist() == [6] and held.key.clock.tolist() == [6]
+    assert held.guard.held.tolist() == [6]
+    assert held.key.clock.tolist() == [6]
 
 
 def test_the_name_and_its_field_make_a_pipeline():
     made = methods.create("tribe+rare+guard+time", classes=CLASSES, learn_every=5)
-    assert made.rare == Rare(learn_every=5) and made.name == "tribe+rare+guard+time"
+    assert made.rare == Rare(learn_every=5)
+    assert made.name == "tribe+rare+guard+time"
     assert with_fields(made, learn_every=6).rare == Rare(learn_every=6)
     assert made.unfiltered.name == "tribe+rare+guard" == methods.parse(made.name).unfiltered
     assert methods.parse("selftrain/bn+st+rare").alone == "selftrain/bn+st"

@@ -2,8 +2,9 @@
 
     Pipeline(Tribe(classes=10), guard=tribe.Guard(), filter=Markov())     # the name of it is "tribe+guard+time"
 
-`Rare` decides which batches it learns from: see `tribe.methods.rare`. The guard decides what the method may learn from and limits its steps: see `tribe.health.guard`. The filter changes the
-predictions and never what the method learns: see `tribe.filters`.
+`Rare` decides which batches the method learns from: see `tribe.methods.rare`. The guard decides what it may learn from
+and limits its steps: see `tribe.health.guard`. The filter changes the predictions and never what the method learns: see
+`tribe.filters`.
 """
 
 import dataclasses
