@@ -31,6 +31,7 @@ class StreamInfo(NamedTuple):
     frozen: bool  # whether the stream only predicts
     student_agreement: float  # share of the last batch that teacher and student classify alike; 1 without a student
     anchor_agreement: float  # the same of the teacher and the anchor, which keeps the source's parameters
+    unlearned: int = 0  # images that were only predicted, because a deadline left no time to learn from them
 
 
 class Health(NamedTuple):
@@ -62,11 +63,16 @@ class StreamReport(NamedTuple):
 
 
 def describe_streams(
-    info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ...]], frozen: Sequence[bool]
+    info: Info,
+    steps: Tensor,
+    poisoned: Sequence[tuple[int, ...]],
+    frozen: Sequence[bool],
+    unlearned: Sequence[int] | None = None,
 ) -> list[StreamInfo]:
     """Return a report on each stream; ``poisoned`` are the positions of bad images in its last batch."""
     columns = {name: t.tolist() for name, t in info._asdict().items()}
     columns |= {"steps": steps.tolist(), "poisoned": poisoned, "frozen": frozen}
+    columns |= {"unlearned": unlearned or [0] * len(frozen)}
     return [StreamInfo(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

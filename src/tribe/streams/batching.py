@@ -199,9 +199,10 @@ class Runner:
         logits = deployed().logits(self.net, x, seen)
         return mask_logits(logits, seen & finite(logits))
 
-    def use(self, net: Backbone) -> None:
-        """Go on with this network; recordings of another, or of this one before it moved, are dropped."""
-        self.net = net
+    def use(self, net: Backbone, method: AnyMethod | None = None) -> None:
+        """Go on with this network, and a method; recordings of another, or before the network moved, are dropped."""
+        self.net, self.method = net, method or self.method
+        self.unpadded.method = self.method
         self.unpadded.use(net)
         self._padded.clear()
 
