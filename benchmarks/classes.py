@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tribe
+from tribe.core.clock import Call, summary, time_in_turns, warm_up
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.bench.results import milliseconds, table
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import tribe
+from tribe.core.clock import resident
 from tribe.core.graphs import Steps
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
-from tribe.experiments.bench.clock import resident
 from tribe.experiments.provenance import from_file, machine
 from tribe.experiments.workbench import in_precision, restrict
 

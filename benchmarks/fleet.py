@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 import tribe
+from tribe.core.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision, precision_on
 from tribe.core.state import count_bytes, digest
 from tribe.data.datasets.files import mnist_test
-from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.provenance import machine
 from tribe.health import Snapshot

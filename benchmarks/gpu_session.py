@@ -23,9 +23,9 @@ import tribe
 from benchmarks import growth
 from benchmarks.released import Released
 from tribe.core import kernels
+from tribe.core.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.core.kernels import Switch
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.bench.results import table
 from tribe.experiments.provenance import machine

@@ -14,8 +14,8 @@ import torch
 
 import tribe
 from tribe.core import kernels
+from tribe.core.clock import resident, seconds, trim, warm_up
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import resident, seconds, trim, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.bench.results import size, table
 

@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import tribe
 from tribe.core import fusion, kernels
+from tribe.core.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.core.precision import choose_device, float32_precision
-from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, estimate_statistics, noise
 from tribe.experiments.provenance import from_file, machine
 from tribe.methods import tribe as tribe_method

@@ -30,6 +30,7 @@ from tribe.health.report import StreamInfo
 from tribe.io.states import StateFileError
 from tribe.streams import Fleet, fleet
 from tribe.streams.adapter import Adapter, adapt, load
+from tribe.streams.budget import Budget, Deadline
 
 if TYPE_CHECKING:
     from tribe.data import corruptions, datasets, models, scenarios
@@ -54,7 +55,9 @@ __all__ = [
     "Augment",
     "Backbone",
     "Batch",
+    "Budget",
     "Calibration",
+    "Deadline",
     "Fleet",
     "Guard",
     "History",

@@ -19,8 +19,8 @@ from torch import nn
 
 import tribe
 from studies.play import Clock, add_cost_options, write
+from tribe.core.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.core.precision import choose_device, float32_precision, precision_on
-from tribe.experiments.bench.clock import Call, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.provenance import machine
 

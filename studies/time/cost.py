@@ -17,8 +17,8 @@ import torch
 
 import tribe
 from studies.play import Clock, add_cost_options, write
+from tribe.core.clock import Call, summary, time_in_turns, warm_up
 from tribe.core.precision import choose_device, float32_precision, precision_on
-from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import build, noise
 from tribe.experiments.provenance import machine
 from tribe.filters import create

@@ -84,7 +84,7 @@ def test_a_name_builds_the_parts_and_routes_the_fields():
 )
 def test_names_are_split_into_their_parts(name, parts):
     parsed = methods.parse(name)
-    assert parsed == parts
+    assert parsed == (*parts, None)
     assert parsed.alone + parsed.suffix == name
 
 
@@ -95,6 +95,7 @@ def test_names_are_split_into_their_parts(name, parts):
         ("tribe+gaurd", {}, ValueError, "'guard'"),
         ("trbe+time", {}, ValueError, "'trbe'"),
         ("tribe+time+guard", {}, ValueError, "comes last"),
+        ("tribe+guard+rare", {}, ValueError, "comes last"),
         ("selftrain/fixmatch+time+guard", {}, ValueError, "comes last"),
         ("selftrain/fixmach+time", {}, ValueError, "did you mean 'fixmatch'"),
         ("tent/slow", {}, ValueError, "tent has no variant 'slow'"),

@@ -156,6 +156,32 @@ def test_too_many_waiting_requests_are_refused():
         sched.offer(job("a"), 0.0)
 
 
+def test_under_load_it_learns_less_before_it_refuses():
+    sched = scheduler(waiting=8)
+    offer(sched, *(job(name) for name in "abcdefg"))
+    assert sched.only_predicted == 3  # four wait for a step, which is half of what may wait
+    chosen, refused = sched.next_prediction(0.0)
+    assert ([each.stream for each in chosen], refused) == (["e", "f", "g"], {})
+    for each in chosen:
+        sched.answer(each)
+    sched.prediction_done(0.1)
+    stepped = sched.next_step(0.1)
+    assert [each.stream for each in stepped] == ["a", "b", "c", "d"]
+    offer(sched, job("e", 0.1), now=0.1)  # the queue is short again
+    assert sched.only_predicted == 3
+    assert sched.unlearned("e")
+
+
+def test_under_load_a_user_who_sends_little_goes_on_learning():
+    sched = scheduler(waiting=8)
+    offer(sched, *(job(f"a{i}", user="a") for i in range(4)))
+    (light,) = offer(sched, job("b", user="b"))
+    (heavy,) = offer(sched, job("a5", user="a", size=3))
+    assert light.awaits_step
+    assert not heavy.awaits_step
+    assert sched.only_predicted == 3
+
+
 def test_after_a_refusal_requests_with_a_deadline_are_only_predicted_for_a_while():
     sched = scheduler(step=0.1, predict=0.1, relief=0.5)
     offer(sched, job(None, deadline=1.0))

@@ -9,10 +9,11 @@ from tribe.testing import DATASET_CHECKS, FILTER_CHECKS, METHOD_CHECKS, NORM_CHE
 
 # Learning, time, and probabilities; test_pipeline.py composes every method with a filter.
 FILTERED = "source+time", "tribe+time", "lame+cofa"
+RARE = "tribe+rare", "tent+rare", "rotta+rare+guard", "cotta+rare+time"  # tests/methods/test_rare.py has every method
 
 
 @pytest.mark.parametrize("check", METHOD_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("name", [*methods.names(), *methods.variants(), *FILTERED])
+@pytest.mark.parametrize("name", [*methods.names(), *methods.variants(), *FILTERED, *RARE])
 def test_method(name, check):
     check(small(ready(name)))
 

@@ -38,6 +38,7 @@ from tribe.health.watch import Watcher, WatchState
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike
 from tribe.methods import AnyMethod, Deployed, EmptyState, Method, Pipeline, PipelineState, create, guards
 from tribe.methods.method import count_classes
+from tribe.methods.rare import Rare
 from tribe.methods.stepping import distance_of
 from tribe.norms.balanced import Balanced
 from tribe.norms.batch import MixedBatch
@@ -118,8 +119,10 @@ class Watch:
         x: Tensor,
         valid: Tensor | None = None,
         retired: Any = None,
+        *,
+        rare: Rare | None = None,
     ) -> tuple[Tensor, Any, GuardState]:
-        """Take the method's step, watch it, and apply the guard's limits to the result.
+        """Take the method's step, ``rare`` or not, watch it, and apply the guard's limits to the result.
 
         What watches runs beside the method's own work, and reads what the method reported of the batch before. Return
         the predictions, and the next states of the method and of the guard.
@@ -137,22 +140,36 @@ class Watch:
             watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.info), output))
 
         options: dict[str, Any] = {"deploy": lambda net, state: self.lean(net, method, state)}
-        if method.capture == "whole":
-            options["on_prediction"] = lambda output: beside(lambda: on_prediction(output))
-        output, moved = method.step(net, state, x, valid, retired, **options)
+        due = torch.ones_like(state.key.clock, dtype=torch.bool)
+        if rare is not None:
+            due = rare.due(state).to(x.device)
+            output, moved = rare.step(method, net, state, x, valid, retired, **options)
+        else:
+            if method.capture == "whole":
+                options["on_prediction"] = lambda output: beside(lambda: on_prediction(output))
+            output, moved = method.step(net, state, x, valid, retired, **options)
         if not watched:
             beside(lambda: on_prediction(output))
         beside.join()
         new = old._replace(watch=watcher.report(watched[0][0], moved.info, real))
-        idle = torch.where((verdict.teaches_nothing & real).any(1), real.sum(1), 0)
-        return output, *self.restrain(net, method, state, moved, old, new, idle)
+        idle = torch.where((verdict.teaches_nothing & real).any(1) & due, real.sum(1), 0)
+        return output, *self.restrain(net, method, state, moved, old, new, idle, due)
 
     def restrain(
-        self, net: Backbone, method: Method, before: Any, moved: Any, old: GuardState, new: GuardState, idle: Tensor
+        self,
+        net: Backbone,
+        method: Method,
+        before: Any,
+        moved: Any,
+        old: GuardState,
+        new: GuardState,
+        idle: Tensor,
+        due: Tensor,
     ) -> tuple[Any, GuardState]:
         """Apply the limits of a guard to a step; what only watches has none.
 
-        ``idle`` (S,) are the images of a batch with a frame that teaches nothing; 0 for other batches.
+        ``idle`` (S,) are the images of a batch with a frame that teaches nothing; 0 for other batches. ``due`` (S,) are
+        the streams that learn from this batch.
         """
         return moved, new
 
@@ -291,14 +308,22 @@ class Guard(Watch):
         return first if self.good_every is None else first._replace(good=clone(state))
 
     def restrain(
-        self, net: Backbone, method: Method, before: Any, moved: Any, old: GuardState, new: GuardState, idle: Tensor
+        self,
+        net: Backbone,
+        method: Method,
+        before: Any,
+        moved: Any,
+        old: GuardState,
+        new: GuardState,
+        idle: Tensor,
+        due: Tensor,
     ) -> tuple[Any, GuardState]:
         """Shorten the step, skip it where frames teach nothing, and go back where something went wrong."""
         if self.speed is not None:
             moved = limit(moved, before, self.speed)
         per_batch, own_weights = _kind_of_prediction(net, method, before)
         if self.pull and per_batch:
-            moved = pull_back(net, moved, self.pull * (moved.key.clock > before.key.clock))  # it took a step
+            moved = pull_back(net, moved, self.pull * (due & (moved.key.clock > before.key.clock)))  # a step
         if not own_weights:  # else what predicts is a mean of many steps, not what was limited
             moved = moved._replace(info=moved.info._replace(distance=_distance(net, moved)))
         skipped = idle if self.skip else torch.zeros_like(idle)

@@ -21,16 +21,17 @@ Counts = list[list[int]] | None  # how often each alarm of each stream has begun
 class StreamInfo(NamedTuple):
     """The images that a stream has learned from, and its last batch."""
 
-    images: int  # images learned from so far
+    images: int  # images learned from so far, with those between the learning steps of a method that learns rarely
     skipped: int  # images that were bad or whose output was not finite, while learning; they changed nothing
     poisoned: tuple[int, ...]  # positions of bad images in the last batch, learned from or only predicted
     trusted: float  # share of the last batch that was trusted; 1 for methods that do not choose or do not learn
     entropy: float  # mean entropy of the last predictions, as a share of log K: 0 is certain, 1 is uniform
     distance: float  # how far the affine parameters that predict have moved, relative to the norm of the source's
-    steps: int  # batches learned from
+    steps: int  # batches learned from, with those between
     frozen: bool  # whether the stream only predicts
     student_agreement: float  # share of the last batch that teacher and student classify alike; 1 without a student
     anchor_agreement: float  # the same of the teacher and the anchor, which keeps the source's parameters
+    unlearned: int = 0  # images that were only predicted, because a deadline left no time to learn from them
 
 
 class Health(NamedTuple):
@@ -62,11 +63,16 @@ class StreamReport(NamedTuple):
 
 
 def describe_streams(
-    info: Info, steps: Tensor, poisoned: Sequence[tuple[int, ...]], frozen: Sequence[bool]
+    info: Info,
+    steps: Tensor,
+    poisoned: Sequence[tuple[int, ...]],
+    frozen: Sequence[bool],
+    unlearned: Sequence[int] | None = None,
 ) -> list[StreamInfo]:
     """Return a report on each stream; ``poisoned`` are the positions of bad images in its last batch."""
     columns = {name: t.tolist() for name, t in info._asdict().items()}
     columns |= {"steps": steps.tolist(), "poisoned": poisoned, "frozen": frozen}
+    columns |= {"unlearned": unlearned or [0] * len(frozen)}
     return [StreamInfo(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

@@ -1,6 +1,6 @@
 """Methods and pipelines from what a person names, such as ``selftrain/bn+st+guard+time``: parsed here and nowhere else.
 
-A name is that of a method, then a slash and a variant if it has one, then a plus and a guard, then a plus and a filter.
+A name is that of a method, then a slash and a variant if it has one, then, each after a plus: rare, a guard, a filter.
 A variant may have a plus in its name: what the last parts mean is looked up.
 """
 
@@ -15,6 +15,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.validation import check_source, warn_of_layers_left_alone
 from tribe.methods.method import Method, check_fits, count_classes, registry
 from tribe.methods.pipeline import AnyMethod, Pipeline, guards, with_fields
+from tribe.methods.rare import Rare
 from tribe.registry import nearest
 
 names = registry.names
@@ -27,28 +28,29 @@ class ParsedName(NamedTuple):
     variant: str | None
     guard: str | None
     filter: str | None
+    rare: str | None = None
 
     @property
     def alone(self) -> str:
-        """The name of the method or of its variant, without guard and filter."""
+        """The name of the method or of its variant, without the other parts."""
         return self.method if self.variant is None else f"{self.method}/{self.variant}"
 
     @property
     def unfiltered(self) -> str:
         """The name without the filter."""
-        return self.alone if self.guard is None else f"{self.alone}+{self.guard}"
+        return self.alone + self._replace(filter=None).suffix
 
     @property
     def suffix(self) -> str:
-        """The guard and the filter as they stand in the name: "+guard+time"."""
-        return "".join(f"+{part}" for part in (self.guard, self.filter) if part is not None)
+        """The other parts as they stand in the name: "+rare+guard+time"."""
+        return "".join(f"+{part}" for part in (self.rare, self.guard, self.filter) if part is not None)
 
 
 def parse(name: str) -> ParsedName:
     """Split a name into its parts; the method need not be registered.
 
     >>> parse("selftrain/bn+st+guard+time")
-    ParsedName(method='selftrain', variant='bn+st', guard='guard', filter='time')
+    ParsedName(method='selftrain', variant='bn+st', guard='guard', filter='time', rare=None)
     >>> parse("tribe+time").unfiltered
     'tribe'
     """
@@ -56,8 +58,10 @@ def parse(name: str) -> ParsedName:
     rest, filter_name = (first, last) if last in filters.names() else (name, None)
     first, _, last = rest.rpartition("+")
     rest, guard = (first, last) if last in guards.names() else (rest, None)
+    first, _, last = rest.rpartition("+")
+    rest, rare = (first, last) if last == Rare.name else (rest, None)
     method, slash, variant = rest.partition("/")
-    return ParsedName(method, variant if slash else None, guard, filter_name)
+    return ParsedName(method, variant if slash else None, guard, filter_name, rare)
 
 
 def variants() -> list[str]:
@@ -78,7 +82,7 @@ def get(name: str) -> type[Method]:
     cls = registry.get(parsed.method)
     if parsed.variant is not None and parsed.variant not in cls.variants:
         last = parsed.variant.rpartition("+")[2]
-        if last in guards.names() or last in filters.names():
+        if last in _suffixes():
             _refuse_rest(name, [last])
         raise ValueError(f"{parsed.method} has no variant {parsed.variant!r}: {nearest(parsed.variant, cls.variants)}")
     return cls
@@ -86,18 +90,23 @@ def get(name: str) -> type[Method]:
 
 def _refuse_rest(name: str, parts: list[str]) -> None:
     """Raise ValueError for what comes after a method's name."""
-    known = [*guards.names(), *filters.names()]
     for part in parts:
-        if part not in known:
-            raise ValueError(f"unknown guard or time filter {part!r}: {nearest(part, known)}")
-    raise ValueError(f"{name!r} names two guards or two filters, or a guard after a filter: a time filter comes last")
+        if part not in _suffixes():
+            raise ValueError(f"unknown guard or time filter {part!r}: {nearest(part, _suffixes())}")
+    order = f"the order is METHOD+{Rare.name}+guard+filter: a time filter comes last"
+    raise ValueError(f"{name!r} names two guards or two filters, or a guard after a filter; {order}")
+
+
+def _suffixes() -> list[str]:
+    return [Rare.name, *guards.names(), *filters.names()]
 
 
 def classes_of(name: str) -> tuple[type[Any], ...]:
-    """Return the classes of the method, the guard and the filter in a name."""
+    """Return the classes of the parts in a name, the method's first."""
     cls, parsed = get(name), parse(name)
+    rare = () if parsed.rare is None else (Rare,)
     guard = () if parsed.guard is None else (guards.get(parsed.guard),)
-    return cls, *guard, *(() if parsed.filter is None else (filters.get(parsed.filter),))
+    return cls, *rare, *guard, *(() if parsed.filter is None else (filters.get(parsed.filter),))
 
 
 def field_names(name: str) -> set[str]:
@@ -129,7 +138,8 @@ def create(name: str, **fields: Any) -> AnyMethod:
     method: Method = built(cls)
     guard = None if parsed.guard is None else built(guards.get(parsed.guard))
     filter = None if parsed.filter is None else built(filters.get(parsed.filter))
-    return method if guard is None and filter is None else Pipeline(method, guard, filter)
+    rare = None if parsed.rare is None else built(Rare)
+    return Pipeline(method, guard, filter, rare) if parsed.suffix else method
 
 
 # -- for a network ----------------------------------------------------------------------------------------------------
@@ -174,7 +184,7 @@ def build_method(
     if time is not None and whole.filter is not None:
         raise ValueError(f"{whole.name} has a time filter already")
     filter = whole.filter if time is None else filters.resolve(time)
-    return Pipeline(whole.method, whole.guard if guard is None else guard, filter)
+    return Pipeline(whole.method, whole.guard if guard is None else guard, filter, whole.rare)
 
 
 def check_network(net: Backbone, method: AnyMethod, classes: int | None = None) -> int | None:

@@ -72,6 +72,8 @@ class Method(ABC):
     does_not_adapt: ClassVar[str | None] = None  # the reason, for methods whose predictions never change
     needs: ClassVar[str | None] = None  # the source knowledge that it needs; see tribe.knowledge
     per_class: ClassVar[str | None] = None  # what it keeps for each class, for methods that require `classes`
+    # Its field of how many batches there are between two learning steps, if it has one; None: see tribe.methods.rare.
+    rare_field: ClassVar[str | None] = None
     # How a step is captured in CUDA graphs: as a whole, in segments (see tribe.core.graphs) because the host reads
     # values in the middle of it, or not at all.
     capture: ClassVar[Literal["whole", "segments", "never"]] = "whole"

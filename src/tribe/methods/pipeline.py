@@ -1,13 +1,15 @@
-"""A method with a guard over it and a time filter after it, used like a method alone.
+"""A method that may learn rarely, with a guard over it and a time filter after it, used like a method alone.
 
     Pipeline(Tribe(classes=10), guard=tribe.Guard(), filter=Markov())     # the name of it is "tribe+guard+time"
 
-The guard decides what the method may learn from and limits its steps: see `tribe.health.guard`. The filter changes the
-predictions and never what the method learns: see `tribe.filters`.
+`Rare` decides which batches the method learns from: see `tribe.methods.rare`. The guard decides what it may learn from
+and limits its steps: see `tribe.health.guard`. The filter changes the predictions and never what the method learns: see
+`tribe.filters`.
 """
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from tribe.core.state import Info
 from tribe.core.validation import wrong_count
 from tribe.filters import TimeFilter
 from tribe.methods.method import Deployed, Method
+from tribe.methods.rare import Rare
 from tribe.registry import Registry
 
 guards: Registry[Any] = Registry("guard")  # `tribe.health.guard` registers "guard" and "watch"
@@ -57,17 +60,20 @@ def _of_the_method(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A method, a guard over it and a time filter after it; each of the last two may be None."""
+    """A method, a guard over it and a time filter after it, and how rarely it learns; all but the first may be None."""
 
     method: Method
     guard: Any = None  # a `tribe.health.Guard`, or a `tribe.health.Watch`, which only watches
     filter: TimeFilter | None = None
+    rare: Rare | None = None  # None: it learns from every batch
 
     dense = False  # a guard and a filter need logits
 
     def __post_init__(self) -> None:
         if isinstance(self.method, Pipeline):
             raise ValueError(f"{self.method.name} is a pipeline already; expected a method alone")
+        if self.rare is not None:
+            self.rare.check(self.method)
         owners: dict[str, Any] = {}
         for part in self.parts:
             for field in dataclasses.fields(part):
@@ -85,8 +91,8 @@ class Pipeline:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The method, and the guard and the filter if there are any."""
-        return tuple(part for part in (self.method, self.guard, self.filter) if part is not None)
+        """The method, and what there is of the others, in the order of the name."""
+        return tuple(part for part in (self.method, self.rare, self.guard, self.filter) if part is not None)
 
     @property
     def name(self) -> str:
@@ -95,8 +101,9 @@ class Pipeline:
 
     @property
     def unfiltered(self) -> "AnyMethod":
-        """The pipeline without its filter; the method itself without a guard."""
-        return self.method if self.guard is None else Pipeline(self.method, self.guard)
+        """The pipeline without its filter; the method itself if it is alone then."""
+        alone = self.guard is None and self.rare is None
+        return self.method if alone else dataclasses.replace(self, filter=None)
 
     # -- what it has from the method -------------------------------------------------------------------------------
 
@@ -105,8 +112,12 @@ class Pipeline:
     needs = _of_the_method("needs")
     works_on = _of_the_method("works_on")
     does_not_adapt = _of_the_method("does_not_adapt")
-    capture = _of_the_method("capture")
     study = _of_the_method("study")
+
+    @property
+    def capture(self) -> Literal["whole", "segments", "never"]:
+        """The method's kind of capture; never if it learns rarely, because the host decides whether it does."""
+        return self.method.capture if self.rare is None else "never"
 
     @property
     def augment(self) -> Any:
@@ -143,14 +154,16 @@ class Pipeline:
         valid: Tensor | None = None,
         retired: PipelineState | None = None,
     ) -> tuple[Tensor, PipelineState]:
-        """Take the method's step under the guard, then filter its predictions."""
+        """Take the method's step, if it is time, under the guard, then filter its predictions."""
         spare = None if retired is None else retired.method
-        if self.guard is None:
-            output, after = self.method.step(net, state.method, x, valid, spare)
-            state = state._replace(method=after)
-        else:
-            output, after, guard = self.guard.step(net, self.method, state.method, state.guard, x, valid, spare)
+        if self.guard is not None:
+            given = state.method, state.guard, x, valid, spare
+            output, after, guard = self.guard.step(net, self.method, *given, rare=self.rare)
             state = PipelineState(after, guard, state.filter)
+        else:
+            step = self.method.step if self.rare is None else partial(self.rare.step, self.method)
+            output, after = step(net, state.method, x, valid, spare)
+            state = state._replace(method=after)
         answer, after = self.filter_output(net, state.filter, output, valid)
         return answer, state._replace(filter=after)
 
@@ -227,7 +240,7 @@ def with_fields(method: AnyMethod, **fields: Any) -> AnyMethod:
     if not isinstance(method, Pipeline):
         return dataclasses.replace(method, **fields)
     changed = {}
-    for place in ("method", "guard", "filter"):
+    for place in ("method", "rare", "guard", "filter"):
         part = getattr(method, place)
         own = set() if part is None else {field.name for field in dataclasses.fields(part)}
         mine = {name: fields.pop(name) for name in own & fields.keys()}

@@ -342,6 +342,8 @@ class Handlers:
         found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
         answer["streams"] = [self._with_thumbnail(each) for each in found]
         answer["open_streams"] = self.worker.policy.open_streams
+        if request.user.sees_all:
+            answer["unlearned"] = self.worker.scheduler.only_predicted
         users = self.service.access.users
         seen = users if request.user.sees_all else [each for each in users if each is request.user]
         answer["tokens"] = self.service.tokens(seen, self.bodies.shares.of)

@@ -181,7 +181,8 @@ function summarise(answer) {
   if (alarms) parts.push(`${alarms} with alarms`);
   const all = `${streams.size} stream${streams.size === 1 ? "" : "s"}`;
   const most = typeof answer.open_streams === "number" ? ` At most ${answer.open_streams.toLocaleString("en")} may be open.` : "";
-  setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.${most}`);
+  const less = answer.unlearned ? ` Because of load, ${answer.unlearned.toLocaleString("en")} images were predicted without learning.` : "";
+  setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.${most}${less}`);
   document.title = `${alarms ? `(${alarms}!) ` : ""}${all} - tribe`;
 }
 

@@ -7,6 +7,9 @@ A request whose deadline does not allow for a step is predicted at once and stay
 later, before those of later requests. Answered requests in queues are the backlog, which is bounded: the oldest are
 dropped. If even a prediction would be late, the request is refused.
 
+Under load the server learns less before it refuses: while half of the requests that may wait await a step, further ones
+of users who send most are only predicted, by the last states. Their images are counted in `Scheduler.only_predicted`.
+
 Users share the model: they take turns, in predictions and in steps, and where something is full, the one who has most
 of it gives way. So a user who asks for less than an equal share gets it, whatever the others send.
 
@@ -67,6 +70,7 @@ class Scheduler:
         self._prediction_turns = Turns[Job](lambda job: job.user, lambda job: job.images.numel())
         self._step_turns = Turns[Job](lambda job: job.user, lambda job: job.images.numel() / job.share)
         self._awaiting = 0  # requests that await a step, in all queues
+        self.only_predicted = 0  # images that were only predicted, because of load
         self._moments: list[tuple[float, int, Job]] = []  # a heap: when a waiting request must be looked at again
         self._order = count()
 
@@ -81,6 +85,8 @@ class Scheduler:
             raise Unavailable("the deadline has passed already", self._drain_time(user, now))
         displaced = self._displaced_by(job, now) if self.waiting >= self.policy.waiting else None
         learns = job.stream is not None and job.learn
+        if loaded := learns and self._is_loaded_by(user):
+            learns = False
         predicts = not learns
         if learns and job.deadline < math.inf:
             queue, others = self.queues.get(job.stream), self._streams_of.before(user, 1)
@@ -95,6 +101,8 @@ class Scheduler:
             words = f"the answer would take {done - now:.3f} s, and {job.deadline - now:.3f} s are left"
             raise Unavailable(words, self._drain_time(user, now))
         refused = {} if displaced is None else {displaced: self._refuse(displaced, now, self._full)}
+        if loaded:
+            job.learn, self.only_predicted = False, self.only_predicted + job.size
         if learns:
             idle = self.stepping is None and not self._awaiting and not self.backlog
             job.launch_by = now if idle else now + self.policy.max_batch_delay
@@ -109,6 +117,11 @@ class Scheduler:
                 slack = 2 * self.times.expect("predict", job.size) + self.policy.max_batch_delay
                 self._look_again(job, job.deadline - slack)
         return refused
+
+    def _is_loaded_by(self, user: Hashable) -> bool:
+        """Return whether the queue for steps is long, and a user has at least an equal share of all that wait."""
+        long = self._awaiting >= max(self.policy.waiting // 2, 1)
+        return long and self.waiting_of.get(user, 0) * len(self.waiting_of) >= self.waiting
 
     @property
     def _full(self) -> str:

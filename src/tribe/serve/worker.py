@@ -366,6 +366,7 @@ class Worker:
         states = dict.fromkeys(STATES, 0) | Counter(self._state(session) for session in sessions)
         alarms = Counter(kind for session in sessions for kind in session.report.get("alarms", ()))
         dropped = "Requests that were answered and never learned, by reason."
+        unlearned = "Images that were predicted without learning, because of load."
         current = [
             gauge("nv_inference_pending_request_count", "Requests without an answer.", scheduler.waiting),
             gauge("tribe_streams", "Streams by state.", states, "state"),
@@ -381,6 +382,7 @@ class Worker:
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
             gauge("tribe_alarms", "Streams that have an alarm now.", alarms, "kind"),
             gauge("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason", CounterMetricFamily),
+            gauge("tribe_unlearned_images_total", unlearned, scheduler.only_predicted, kind=CounterMetricFamily),
         ]
         if streams:
             some = list(sessions)[: self.policy.stream_metrics]

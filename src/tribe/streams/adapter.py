@@ -27,6 +27,7 @@ from tribe.methods import AnyMethod, Pipeline
 from tribe.methods.building import backbone_for, build_method
 from tribe.methods.encoding import method_from_file
 from tribe.streams.batching import Arrived
+from tribe.streams.budget import Budget, Deadline, Pace
 from tribe.streams.core import Streams
 
 NAME = "adapter"  # of the only entry
@@ -47,6 +48,8 @@ def adapt(
     history: History | bool | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
+    budget: float | Budget | None = None,
+    deadline_ms: float | Deadline | None = None,
     **fields: Any,
 ) -> "Adapter":
     """Make a trained classifier adapt while it predicts.
@@ -71,6 +74,10 @@ def adapt(
             batch of a shape takes as long as eight); True insists on it, False takes one launch at a time.
         deterministic: the same bits every time on a GPU too, at some cost in speed; torch warns of an operation of the
             network for which it has no such algorithm.
+        budget: the most that a batch may cost on average, as a multiple of plain inference on this machine: 1.5, or a
+            `tribe.Budget`. The first batch measures it and sets how rarely the method learns, ``learn_every``.
+        deadline_ms: the milliseconds that a call may take. A batch whose learning is not expected to end in time is
+            only predicted, and counted in `info`.
         fields: the method's hyper-parameters.
 
     Example:
@@ -82,9 +89,11 @@ def adapt(
         16
     """
     net = backbone_for(model, method, alone=time is None and not guard and not health)
+    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
+    pace = Pace(Budget.of(budget), Deadline.of(deadline_ms))
     core = Streams(
         net,
-        build_method(net, method, time, classes, fields, resolve_guard(guard, health)),
+        pace.prepare(net, built, fields),
         single=NAME,
         streams=streams,
         seed=seed,
@@ -93,6 +102,7 @@ def adapt(
         on_event=on_event,
         graphs=graphs,
         deterministic=deterministic,
+        pace=pace,
     )
     return Adapter(core)
 
@@ -106,13 +116,15 @@ def load(
     on_event: Listener | None = None,
     graphs: Switch = "auto",
     deterministic: bool = False,
+    deadline_ms: float | Deadline | None = None,
     **fields: Any,
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
 
     A field that a file cannot hold (a custom ``augment=``) must be given again. So must source knowledge,
     ``knowledge=``, and a calibration, ``calibration=``: nothing that a file names is opened. ``history``,
-    ``on_event``, ``graphs`` and ``deterministic`` are as for `adapt`: a file holds none.
+    ``on_event``, ``graphs``, ``deterministic`` and ``deadline_ms`` are as for `adapt`: a file holds none. What a budget
+    set is in the file, and is not measured again.
     """
     saved = states.read(path)
     method = method_from_file(path, saved.method, saved.fields, fields)
@@ -127,6 +139,7 @@ def load(
         on_event=on_event,
         graphs=graphs,
         deterministic=deterministic,
+        pace=Pace(None, Deadline.of(deadline_ms)),
     )
     like = core.entry(NAME).state
     core.replace_state(NAME, states.state_from(path, saved.tensors, like, core.classes), frozen=saved.frozen)
@@ -162,7 +175,7 @@ class Adapter(nn.Module):
 
     def __init__(self, core: Streams) -> None:
         super().__init__()
-        self.net, self.method, self.streams, self._core = core.net, core.method, core.streams, core
+        self.net, self.streams, self._core = core.net, core.streams, core
         self.adapted = AdaptedState(core)
 
     if TYPE_CHECKING:  # torch says nothing of what a module takes and returns
@@ -217,6 +230,11 @@ class Adapter(nn.Module):
         self(x, valid, order)
 
     # -- reports ------------------------------------------------------------------------------------------------------
+
+    @property
+    def method(self) -> AnyMethod:
+        """The method, or the pipeline; a budget changes it at the first batch."""
+        return self._core.method
 
     @property
     def device(self) -> torch.device:
@@ -409,5 +427,8 @@ class Adapter(nn.Module):
 
     def extra_repr(self) -> str:
         """The method and the number of streams."""
-        frozen = self._core.entry(NAME).frozen
-        return f"{self.method}, streams={self.streams}{', frozen' if frozen else ''}"
+        entry, deadline = self._core.entry(NAME), self._core.pace.deadline
+        words = f"{self.method}, streams={self.streams}{', frozen' if entry.frozen else ''}"
+        if deadline is not None:
+            words += f", deadline_ms={deadline.ms:g}, images without time to learn={sum(entry.unlearned or ())}"
+        return words

@@ -189,7 +189,7 @@ class Runner:
         if not group.x.shape[1]:
             return group.x.new_zeros(len(group.x), 0, self.classes)
         if isinstance(method, Pipeline) and method.filter is not None:
-            inner = states if method.guard is not None else [state.method for state in states]
+            inner = states if isinstance(method.unfiltered, Pipeline) else [state.method for state in states]
             output = self.predict(group, inner, deployed, method.unfiltered)
             beliefs = gather([state.filter for state in states], group.entries)
             return method.filter_output(self.net, beliefs, output, group.valid)[0]
@@ -199,9 +199,10 @@ class Runner:
         logits = deployed().logits(self.net, x, seen)
         return mask_logits(logits, seen & finite(logits))
 
-    def use(self, net: Backbone) -> None:
-        """Go on with this network; recordings of another, or of this one before it moved, are dropped."""
-        self.net = net
+    def use(self, net: Backbone, method: AnyMethod | None = None) -> None:
+        """Go on with this network, and a method; recordings of another, or before the network moved, are dropped."""
+        self.net, self.method = net, method or self.method
+        self.unpadded.method = self.method
         self.unpadded.use(net)
         self._padded.clear()
 

@@ -45,6 +45,7 @@ from tribe.methods.encoding import check_settings, method_for_file
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
+from tribe.streams.budget import Began, Pace
 from tribe.streams.entries import Entry, EntryTable, Lock
 from tribe.streams.names import UnknownStream, check_name, stream_seed
 
@@ -76,6 +77,7 @@ class Streams:
         graphs: Switch = "auto",
         deterministic: bool = False,
         exact: bool = False,
+        pace: Pace | None = None,
     ) -> None:
         require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
         require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
@@ -99,7 +101,7 @@ class Streams:
         self._place = net.place  # device and precision of the states
         self._fingerprint: str | None = None  # of the network, computed for the first file
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
-        self.lock = Lock()
+        self.lock, self.pace = Lock(), pace or Pace(None, None)
         self.alarms = AlarmLog(method, on_event)
         self._policy = History.resolve(history)
         if self._policy is not None:
@@ -121,7 +123,8 @@ class Streams:
             results: dict[str, Tensor] = {}
             new: dict[str, Entry] = {}
             events: list[Event] = []
-            frozen = {name: entry.frozen for name, entry in old.items()}
+            hurries = (began := self._begin(arrived, old)) is not None and began.hurries
+            frozen = {name: entry.frozen or hurries for name, entry in old.items()}
             for group in group_entries(arrived, frozen, self._size, self._runner.padded, self.unbatched_reason is None):
                 bad = self._checks.find_bad(group.x, group.valid)
                 before = [self.table.on_device(old[name]) for name in group.names]
@@ -138,6 +141,8 @@ class Streams:
                     new[name] = before[i].moved(after[i], bad=marked.get(name))
                     if not group.frozen and (self.alarms.watched or before[i].history is not None):
                         new[name] = self._observed(name, before[i], new[name], arrived[name], events)
+            if began is not None:  # of the only entry
+                new = {name: began.end(entry, *arrived[name][:3:2]) for name, entry in new.items()}
             retired, self._retired = self._retired, None  # the new state may lie in its memory
             self.table.put(new, keeps_frozen=True)
             if self._single is not None:
@@ -146,6 +151,21 @@ class Streams:
             if events:
                 self.alarms.publish(events)
             return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
+
+    def _begin(self, arrived: Mapping[str, Arrived], old: Mapping[str, Entry]) -> Began | None:
+        """Resolve the budget at the first batch; where there is a deadline, decide whether there is time to learn."""
+        for name, own in arrived.items():
+            if not old[name].frozen and own.x.shape[1]:
+                given = self.table.on_device(old[name]).state, own.x, own.valid
+                self._resolved(self.pace.resolve(self.net, self.method, *given))
+                return self.pace.begin(self.net, self.method, *given)
+        return None
+
+    def _resolved(self, method: AnyMethod) -> None:
+        """Go on with a method that learns as rarely as the budget says."""
+        if method is not self.method:
+            self.pace.budget, self.pace.unresolved, self.method = None, self.method, method
+            self._runner.use(self.net, method)
 
     def _observed(self, name: str, before: Entry, after: Entry, arrived: Arrived, events: list[Event]) -> Entry:
         """The entry after a step, with its history and what its alarms say."""
@@ -268,6 +288,8 @@ class Streams:
     def restore(self, name: str, snapshot: Snapshot) -> Self:
         """Return to a snapshot, or add an entry with it; frozen if it was."""
         like = self._like_of(name)
+        if isinstance(snapshot, Snapshot) and snapshot.method == self.pace.unresolved:
+            snapshot = snapshot._replace(method=self.method)
         check_snapshot(snapshot, self.method, self.net, self.streams)
         self.replace_state(name, copy_like(snapshot.state, like), frozen=snapshot.frozen)
         return self
@@ -352,7 +374,8 @@ class Streams:
         """Return what each stream of an entry has learned from."""
         with self.reading(name) as entries:
             state, entry = entries[name].state, entries[name]
-            return describe_streams(state.info, state.key.clock, entry.bad_images(), [entry.frozen] * self.streams)
+            frozen, unlearned = [entry.frozen] * self.streams, entry.unlearned
+            return describe_streams(state.info, state.key.clock, entry.bad_images(), frozen, unlearned)
 
     def healths(self, name: str) -> list[Health] | None:
         """Return how each stream of an entry does; None without ``health`` or ``guard``."""
@@ -414,7 +437,9 @@ class Streams:
 
     @torch.inference_mode(False)
     def _resume(self, name: str, source: str | PathLike[str], saved: Saved) -> Self:
-        self.replace_state(name, self._state_of(source, saved, self._like_of(name)), frozen=saved.frozen)
+        state, method = self._state_of(source, saved, self._like_of(name))
+        self._resolved(method)
+        self.replace_state(name, state, frozen=saved.frozen)
         return self
 
     @property
@@ -424,17 +449,19 @@ class Streams:
         return self._fingerprint
 
     def _saved(self, entry: Entry) -> Saved:
+        self.pace.check_resolved()
         fields, tensors = method_for_file(self.method), leaves(entry.state)
         return Saved(self.method.name, fields, self.streams, entry.frozen, self.fingerprint, tensors)
 
-    def _state_of(self, source: str | PathLike[str], saved: Saved, like: Any) -> Any:
-        """A copy of the state in a file; StateFileError says why it does not fit."""
+    def _state_of(self, source: str | PathLike[str], saved: Saved, like: Any) -> tuple[Any, AnyMethod]:
+        """A copy of the state in a file, and its method; StateFileError says why it does not fit."""
+        method = self.pace.adopt(self.method, saved.method, saved.fields)
         if saved.streams != self.streams:
             raise StateFileError(f"{source} holds {saved.streams} streams; expected {self.streams}")
-        check_settings(source, saved.method, saved.fields, self.method)
+        check_settings(source, saved.method, saved.fields, method)
         if saved.fingerprint != self.fingerprint:
             states.check_fingerprint(source, saved.fingerprint, self.net)
-        return states.state_from(source, saved.tensors, like, self.classes)
+        return states.state_from(source, saved.tensors, like, self.classes), method
 
     # -- the network --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Entry:
     deployed: Deployed | None = None  # the network of this state, made by the first prediction
     alarms: Counts = None  # how often each alarm had begun when it was last read
     history: Timeline | None = None
+    unlearned: tuple[int, ...] | None = None  # images that a deadline left no time to learn from
 
     def moved(self, state: Any, **fields: Any) -> "Entry":
         """Return the entry with another state, which is on the device."""

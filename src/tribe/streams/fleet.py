@@ -18,6 +18,7 @@ from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
 from tribe.methods.building import build_method
 from tribe.methods.source import Source
 from tribe.streams.batching import Arrived, EntryGroup, gather
+from tribe.streams.budget import Budget, Pace
 from tribe.streams.core import Streams, check_seed
 from tribe.streams.names import check_name
 
@@ -38,6 +39,7 @@ def fleet(
     graphs: Switch = "auto",
     deterministic: bool = False,
     exact: bool = False,
+    budget: float | Budget | None = None,
     **fields: Any,
 ) -> "Fleet":
     """Make a trained classifier adapt to many streams (cameras), each with a name.
@@ -63,9 +65,11 @@ def fleet(
     net = model if isinstance(model, Backbone) else Backbone(model)
     if net.dense:
         raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
+    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
+    pace = Pace(Budget.of(budget), None)
     return Fleet(
         net,
-        build_method(net, method, time, classes, fields, resolve_guard(guard, health)),
+        pace.prepare(net, built, fields),
         on_event=on_event,
         classes=classes,
         rows=rows,
@@ -74,6 +78,7 @@ def fleet(
         graphs=graphs,
         deterministic=deterministic,
         exact=exact,
+        pace=pace,
     )
 
 

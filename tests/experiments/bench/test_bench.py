@@ -11,9 +11,9 @@ import tribe
 from commands import assert_refused, succeeded, tribe_command, write_method
 from places import ROOT
 from processes import ended
-from tribe.core import kernels
+from tribe.core import clock, kernels
 from tribe.core.state import count_bytes
-from tribe.experiments.bench import clock, contenders, measurement, results
+from tribe.experiments.bench import contenders, measurement, results
 from tribe.experiments.bench.contenders import Workload, count_operations
 
 CPU = torch.device("cpu")

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 from tribe import methods
 from tribe.core import kernels
 from tribe.core.backbone import Backbone
+from tribe.core.clock import Call
 from tribe.core.kernels import Switch
 from tribe.core.state import count_bytes
 from tribe.data import models
-from tribe.experiments.bench.clock import Call
 from tribe.methods import AnyMethod, with_fields
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt

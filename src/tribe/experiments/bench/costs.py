@@ -20,9 +20,9 @@ from torch import Tensor
 
 from tribe import methods
 from tribe.core.backbone import Backbone
+from tribe.core.clock import Call, summary, time_in_turns, warm_up
 from tribe.core.graphs import Steps
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.clock import Call, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import PLAIN
 from tribe.experiments.bench.measurement import BenchProgress
 from tribe.experiments.experiment import Experiment

@@ -18,9 +18,9 @@ from torch import nn
 
 from tribe.core import kernels
 from tribe.core.backbone import Backbone
+from tribe.core.clock import WARM_UP, peak_memory, summary, time_in_turns, warm_up
 from tribe.core.precision import check_precision, float32_precision
 from tribe.experiments.bench import contenders
-from tribe.experiments.bench.clock import WARM_UP, peak_memory, summary, time_in_turns, warm_up
 from tribe.experiments.bench.contenders import CHANNELS_LAST, COMPILED, INFERENCE, PLAIN, Contender, Workload, noise
 from tribe.experiments.provenance import machine
 from tribe.fields import Count, check_fields, is_whole, require
