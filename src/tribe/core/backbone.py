@@ -115,12 +115,10 @@ class Backbone(nn.Module):
         self.channels = sum(self._widths)  # C, of the whole network
         self.columns = [slot.columns for slot in self.slots]  # of each slot among the statistics
         self._eps = common_eps(self.slots)
-        self._stored_widths = [slot.columns.stop - slot.columns.start for slot in self.slots]
+        widths = self._stored_widths = [slot.columns.stop - slot.columns.start for slot in self.slots]
         each = torch.tensor([slot.layer_eps for slot in self.slots], dtype=self.origin.state.stats.mean.dtype)
         self.eps: Tensor
-        self.register_buffer(
-            "eps", each.repeat_interleave(torch.tensor(self._stored_widths)).to(device), persistent=False
-        )  # (C,)
+        self.register_buffer("eps", each.repeat_interleave(torch.tensor(widths)).to(device), persistent=False)  # (C,)
         self._candidates = self._classifiers(classifier)
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_record_features)
@@ -296,8 +294,9 @@ class Backbone(nn.Module):
         fusing = None
         if weights is None and slot_hook is None:
             current.fusing = fusing = self.fusion.start(model, images, self._source_pass)
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in affine)
         if not norm.observes:
-            self._fold_stored(current, affine)
+            self._fold_stored(current, affine, learns)
         try:
             with set_current_pass(current), fusing or nullcontext():
                 if weights is None:
@@ -323,7 +322,7 @@ class Backbone(nn.Module):
                 f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
             ) from error
         logits, features = self._read(result, current)
-        if _wants_gradient(affine) and not logits.requires_grad:
+        if learns and not logits.requires_grad:
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
         return Output(logits, features, self._collect(current, spare))
 
@@ -361,17 +360,13 @@ class Backbone(nn.Module):
             current.prepared = prepare(grouped, stats, current.room)
         return current
 
-    def _fold_stored(self, current: Pass, affine: Affine) -> None:
+    def _fold_stored(self, current: Pass, affine: Affine, learns: bool) -> None:
         """Prepare all layers for stored statistics at once."""
-        mean, var = current.stats
-        if current.rows == 1 and current.fusing is None and not _wants_gradient(affine):
-            stats = (t[0, 0].split_with_sizes(self._stored_widths) for t in (mean, var))
-            weight, bias = (t[0].split_with_sizes(self._widths) for t in affine)
-            weights = (w if slot.has_weight else None for slot, w in zip(self.slots, weight, strict=True))
-            biases = (b if slot.has_bias else None for slot, b in zip(self.slots, bias, strict=True))
-            current.stored = tuple(zip(*stats, weights, biases, strict=True))
+        if current.rows == 1 and current.fusing is None and not learns:
+            stats = (t[0, 0].split_with_sizes(self._stored_widths) for t in (current.stats.mean, current.stats.var))
+            current.stored = tuple(zip(*stats, *(t[0].split_with_sizes(self._widths) for t in affine), strict=True))
         elif self._eps is not None:
-            folded = fold(mean, var, *affine, self._eps)
+            folded = fold(current.stats.mean, current.stats.var, *affine, self._eps)
             current.folded = tuple(zip(*(t.split(self._widths, 2) for t in folded), strict=True))
 
     def _read(self, result: Any, current: Pass) -> tuple[Tensor, Tensor | None]:
@@ -496,10 +491,6 @@ def _record_features(_: nn.Module, args: tuple[Any, ...]) -> None:
     current = current_pass.get()
     if current is not None and args and isinstance(args[0], Tensor):
         current.features = args[0]
-
-
-def _wants_gradient(affine: Affine) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in affine)
 
 
 def _first_names(names: Iterable[str]) -> str:

@@ -115,9 +115,40 @@ def _apply(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPIL
         return activations.apply(x, scale, shift, relu, offset, residual)
     if offset is not None:
         shift = torch.addcmul(shift, scale, offset.to(shift.dtype))
+    if x.dtype != shift.dtype and residual is None and _by_row(x, scale):  # without a copy in full precision
+        y, unused = torch.empty_like(x), scale.new_empty(0)
+        for row in zip(x, scale[:, 0], shift[:, 0], y, strict=True):
+            torch.native_batch_norm(*row[:3], *_identity(scale), False, 0.0, 0.0, out=(row[3], unused, unused))
+        return y.relu_() if relu else y
     y = torch.addcmul(_over_pixels(shift, x), x.to(shift.dtype), _over_pixels(scale, x))
     y = (y if residual is None else y.add_(residual)).to(x.dtype)
     return y.relu_() if relu else y
+
+
+def _by_row(x: Tensor, scale: Tensor) -> bool:
+    """Return whether torch's batch norm on a CPU can serve each row of (R, B, C, ...): it takes one scale a channel."""
+    return x.device.type == "cpu" and scale.shape[1] == 1 and x.numel() > 0
+
+
+def _identity(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (C,) with which batch norm, with eps = 0, only scales and shifts."""
+    return torch.zeros_like(scale[0, 0]), torch.ones_like(scale[0, 0])
+
+
+def _sums(g: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of g and of g * x, both (R, B, C, ...), in the shape of a scale (R, 1|B, C)."""
+    if _by_row(x, scale) and x.dtype == g.dtype:  # in one pass without a product
+        mean, var = _identity(scale)
+        rows = [
+            torch.ops.aten.native_batch_norm_backward(*row, var, mean, var, mean, var, False, 0.0, [False, True, True])
+            for row in zip(g, x, strict=True)
+        ]
+        return torch.stack([sums[2] for sums in rows]).unsqueeze(1), torch.stack([sums[1] for sums in rows]).unsqueeze(
+            1
+        )
+    pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
+    g = g.to(scale.dtype)
+    return tuple(t.sum(pixels).view_as(scale) if pixels else t for t in (g, g * x))  # type: ignore[return-value]
 
 
 class _Joint:
@@ -147,8 +178,9 @@ class _Observe(torch.autograd.Function):
         count = max(x[0, 0, 0].numel(), 1)
         a = dvar * (2 / count)
         b = dmean / count - a * (mean if offset is None else mean - offset)
-        dx = _apply(x.to(mean.dtype), a, b).addcmul_(g.to(mean.dtype), _over_pixels(joint.scale, x))
-        return dx.to(x.dtype), None, None
+        wide, a, b = x.to(mean.dtype), _over_pixels(a, x), _over_pixels(b, x)
+        dx = torch.addcmul(b, wide, a, out=None if wide is x else wide)
+        return dx.addcmul_(g.to(mean.dtype), _over_pixels(joint.scale, x)).to(x.dtype), None, None
 
 
 class _Apply(torch.autograd.Function):
@@ -190,14 +222,10 @@ class _Apply(torch.autograd.Function):
             return dx, by_scale, by_shift, g if ctx.needs_input_grad[3] else None, None, None
         if active is not None:
             g = torch.ops.aten.threshold_backward(g, active, 0)
-        pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
-        wide_g = g.to(scale.dtype)
-        dshift, dscale = wide_g, wide_g * x
-        if pixels:
-            dshift, dscale = (t.sum(pixels).view_as(scale) for t in (dshift, dscale))
+        dshift, dscale = _sums(g, x, scale)
         if offset is not None:
             dscale = torch.addcmul(dscale, dshift, offset.to(dshift.dtype))
-        dx = g if joint is not None else (wide_g * _over_pixels(scale, x)).to(x.dtype)
+        dx = g if joint is not None else (g.to(scale.dtype) * _over_pixels(scale, x)).to(x.dtype)
         return dx, dscale, dshift, g if ctx.needs_input_grad[3] else None, None, None
 
 

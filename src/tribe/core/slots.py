@@ -203,7 +203,8 @@ class StatisticsSlot(Slot):
                 seen = x.detach() if x.requires_grad else x
                 current.kept[self.index] = observe_samples(seen[:: norm.every])
             mean, var, scale, shift = current.stored[self.index]
-            y = torch.batch_norm(x, scale, shift, mean, var, False, 0.0, self.layer_eps, False)
+            own = scale if self.has_weight else None, shift if self.has_bias else None
+            y = torch.batch_norm(x, *own, mean, var, False, 0.0, self.layer_eps, False)
             return y.relu_() if self.relu else y
         if isinstance(norm, Recorded):
             with torch.no_grad(), full_precision(x.device.type):
