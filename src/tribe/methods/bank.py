@@ -68,6 +68,7 @@ class Bank(Method):
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
     works_on: ClassVar[tuple[Part, ...]] = ("statistics",)
     per_class = "statistics of each class"
+    small = {"probe": 2}
     capture = "never"  # the host chooses the images that pass the source
 
     def __post_init__(self) -> None:

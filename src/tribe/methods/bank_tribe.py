@@ -60,6 +60,7 @@ class BankTribe(Bank):
 
     paper = "none: TRIBE's loss on a part of the images, with the statistics of a bank of speeds"
     works_on = ("affine", "statistics")
+    small = {"probe": 2, "learn_every": 4}
 
     def defaults(self) -> dict[str, object]:
         """Return those of the bank, and TRIBE's h0."""
@@ -103,12 +104,12 @@ class BankTribe(Bank):
         student_sees = view(self.augment, x, key)
         with torch.enable_grad():
             leaf = affine.leaf()
-            student = net(student_sees, leaf, stats, frozen).logits
+            student = net(student_sees, leaf, stats, frozen, valid=seen).logits
             loss = losses.mean_over(losses.cross_entropy(student, teacher.argmax(-1)), trusted)
             if self.lambda_anc:
                 with torch.no_grad():
-                    anchor = net(x, source, stats, frozen).logits
-                again = net(x, leaf, stats, frozen).logits
+                    anchor = net(x, source, stats, frozen, valid=seen).logits
+                again = net(x, leaf, stats, frozen, valid=seen).logits
                 wide = accumulation_dtype(again.dtype)
                 apart = (again.to(wide) - anchor.to(wide)).square().mean(-1)
                 loss = loss + self.lambda_anc * losses.mean_over(apart, trusted)
