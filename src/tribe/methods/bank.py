@@ -224,7 +224,7 @@ class Bank(Method):
         begun = Stats(*(t.repeat_interleave(len(new.stats.mean) // streams, 0) for t in arrival.stats))
         stats = Stats(*(t.expand_as(s).clone() for t, s in zip(begun, new.stats, strict=True)))
         score = like.score.clone()
-        score[:, 1:] = torch.where(arrival.recalled, -self.bonus - 4 * self.temperature, 0.0).unsqueeze(1)
+        score[:, 1:] = -(self.bonus + 4 * self.temperature) * arrival.recalled.to(score.dtype).unsqueeze(1)
         doubt = new.probes._replace(images=new.probes.images.clamp_max(2))
         new = new._replace(probes=select(arrived, doubt, new.probes))
         fresh = new._replace(stats=stats, pooled=begun, score=score, frequency=like.frequency, probes=like.probes)
