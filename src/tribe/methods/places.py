@@ -76,8 +76,9 @@ def merge(stats: Stats, mean: Tensor, var: Tensor, rate: Tensor) -> Stats:
 def pool_samples(moments: Stats, weight: Tensor) -> Stats:
     """Pool moments (S, B, C) over the samples of weight 1, (S, B): (S, 1, C)."""
     share = (weight / weight.sum(1, keepdim=True).clamp_min(1)).unsqueeze(1)  # (S, 1, B)
-    mean = share @ moments.mean
-    return Stats(mean, share @ (moments.var + (moments.mean - mean).square()))
+    means, variances = (t.masked_fill(weight.unsqueeze(2) == 0, 0) for t in moments)  # others may not be finite
+    mean = share @ means
+    return Stats(mean, share @ (variances + (means - mean).square()))
 
 
 def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
@@ -97,6 +98,7 @@ def watch(world: World, moments: Stats, images: Tensor, weight: Tensor, eps: Ten
         weight: which samples count (S, B).
         eps: of the first layer (C0,).
     """
+    images = torch.where(weight.any(1), images, 0)  # none may be among the samples
     came = images > 0
     mean, var = pool_samples(moments, weight)
 
