@@ -89,7 +89,8 @@ class PlainWorld:
         gone = apart(self.fast, self.slow, self.eps[: self.first]) if self.age else self.usual
         changed = not self.look and self.age >= places.LEAST_AGE and gone > places.STEP * self.usual
         self.slow = now if changed else mix(self.slow, now, rate(places.SLOW))
-        self.usual = mix(self.usual, min(gone, 4 * self.usual), 1 - math.exp(-count / places.USUAL))
+        usual = mix(self.usual, min(gone, 4 * self.usual), 1 - math.exp(-count / places.USUAL))
+        self.usual = max(usual, places.LEAST_USUAL)
         self.age, self.look = self.age + count, int(places.LOOK) if changed else self.look
 
     def record(self, passed):

@@ -16,6 +16,7 @@ from tribe.core.state import Stats
 
 FAST, SLOW = 32.0, 256.0  # images over which the moments of the first layer are averaged
 USUAL = 1024.0  # and their divergence
+LEAST_USUAL = 0.002  # divergence of a camera whose images are all alike, so that the next image is not a new world
 STEP = 8.0  # times the usual divergence: the world has changed
 LEAST_AGE = 64.0  # images in a world before a change is noticed
 LOOK = 16.0  # images of a new world that pass the source, before the place is known
@@ -114,6 +115,7 @@ def watch(world: World, moments: Stats, images: Tensor, weight: Tensor, eps: Ten
     changed = (apart > STEP * world.usual) & (world.age >= LEAST_AGE) & (world.look == 0)
     slow = merge(world.slow, mean, var, torch.where(changed, 1.0, rate(SLOW)))
     usual = torch.lerp(world.usual, torch.minimum(apart, 4 * world.usual), 1 - torch.exp(-images / USUAL))
+    usual = usual.clamp_min(LEAST_USUAL)
     return world._replace(
         fast=fast,
         slow=slow,
