@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import reference
+from plain_places import PlainProbes, PlainWorld, pixels_of, raw
 from tribe import norms
 from tribe.core import memory, rng
 from tribe.core.all_weights import WeightLayout
@@ -713,8 +714,11 @@ def ttac(net, xs, method):
     return outputs, all_parameters(net, module, without=nn.Linear) | named
 
 
-def bank(net, xs, method):
-    """The bank of speeds, beyond the paper: one pass, moments of each image, Balanced BN by the slow loop."""
+def bank(net, xs, method, events=None):
+    """The bank of speeds, beyond the paper: one pass, moments of each image, Balanced BN by the slow loop.
+
+    What was decided after a change is noted in ``events``.
+    """
     module, _, _ = ordinary(net, net.source()[1])
     module.requires_grad_(False)
     layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
@@ -722,36 +726,97 @@ def bank(net, xs, method):
     for layer in layers:
         layer.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0].clone()}))
     source = [(m.running_mean.clone(), m.running_var.clone()) for m in layers]
-    known = [[[t.expand(classes, -1).numpy() for t in both] for both in source] for _ in method.speeds]
-    foreseen = [source, *(list(source) for _ in method.speeds)]  # by speed and layer: mean, variance
-    score, frequency, outputs = [0.0] * len(foreseen), [1 / classes] * classes, []
+    flat = raw(*(torch.cat(ts).numpy() for ts in zip(*source, strict=True)))
+    eps = [layer.eps for layer in layers for _ in layer.running_mean]
+    world = PlainWorld(flat, layers[0].num_features, eps, method.memory)
+
+    def run(x, statistics):
+        for layer, (mean, var) in zip(layers, statistics, strict=True):
+            layer.running_mean.copy_(mean), layer.running_var.copy_(var)
+        return module(x)
+
+    def split(moments):
+        """Means and variances of each layer, from raw moments of all."""
+        both = torch.from_numpy(moments[0]), torch.from_numpy(moments[1] - moments[0] ** 2)
+        return list(zip(*(t.split([layer.num_features for layer in layers]) for t in both), strict=True))
+
+    def begin(statistics):
+        """Statistics of all classes at every speed, and pooled ones of every speed and the source."""
+        known = [[[t.expand(classes, -1).numpy() for t in both] for both in statistics] for _ in method.speeds]
+        return known, [source, *(list(statistics) for _ in method.speeds)], [1 / classes] * classes
+
+    known, foreseen, frequency = begin(source)  # by speed and layer: mean, variance
+    score, outputs, count, probes = [0.0] * len(foreseen), [], 0, PlainProbes(classes)
     for x in xs:
         powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(len(score))]
-        for i, layer in enumerate(layers):
-            for j, name in enumerate(("running_mean", "running_var")):
-                mixed = sum(power * speed[i][j] for power, speed in zip(powers, foreseen, strict=True)) / sum(powers)
-                getattr(layer, name).copy_(mixed)
-        logits = module(x)
+        weights = [power / sum(powers) for power in powers]
+        if method.probe:
+            share = probes.source_share()
+            weights = [share * (v == 0) + (1 - share) * weight for v, weight in enumerate(weights)]
+        mixed = [
+            [sum(w * speed[i][j] for w, speed in zip(weights, foreseen, strict=True)) for j in range(2)]
+            for i in range(len(layers))
+        ]
+        logits = run(x, mixed)
         outputs.append(logits)
-        labels, keep = logits.argmax(1).tolist(), math.exp(-len(x) / method.horizon)
+        observed = range(0, len(x), min(method.observe, max(1, len(x) // 16)))
+        each = len(x) / len(observed)  # images that an observed one stands for
+        labels, keep = [int(logits[b].argmax()) for b in observed], math.exp(-len(x) / method.horizon)
         surprise = [0.0] * len(score)
         for v, speed in enumerate(foreseen):
-            for b, label in enumerate(labels):
+            for b, label in zip(observed, labels, strict=True):
                 terms = []
                 for layer, (mean, var) in zip(layers, speed, strict=True):
                     pixels = inputs[layer][b].flatten(1)
                     apart = pixels.var(1, unbiased=False) + layer.eps + (pixels.mean(1) - mean) ** 2
                     terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
-                weight = min(1 / (classes * frequency[label]), 10.0) / len(x)
+                weight = min(1 / (classes * frequency[label]), 10.0) / len(observed)
                 surprise[v] += weight * float(torch.cat(terms).mean())
         score = [keep * old + (1 - keep) * (new - surprise[0]) for old, new in zip(score, surprise, strict=True)]
-        frequency = [keep * f + (1 - keep) * labels.count(k) / len(x) for k, f in enumerate(frequency)]
+        frequency = [keep * f + (1 - keep) * labels.count(k) / len(observed) for k, f in enumerate(frequency)]
         conventions = {"gamma": method.gamma, "pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
         for v, eta in enumerate(method.speeds):
             for i, layer in enumerate(layers):
-                pixels = inputs[layer].flatten(2).numpy()
-                result = reference.balanced(pixels, labels, [True] * len(x), *known[v][i], eta=eta, **conventions)
+                pixels = inputs[layer][list(observed)].flatten(2).numpy()
+                valid, rate = [True] * len(labels), min(1, each * eta)
+                result = reference.balanced(pixels, labels, valid, *known[v][i], eta=rate, **conventions)
                 known[v][i] = [result.class_mean, result.class_var]
                 foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
+        if not method.probe:
+            continue
+        world.watch(pixels_of(inputs[layers[0]][list(observed)]), len(x))
+        looking = world.look
+        chosen = [b for b in range(len(x)) if (b < looking if looking else (count + b) % method.probe == 0)]
+        count += len(x)
+        if not chosen:
+            continue
+        by_source = run(x[chosen], source).softmax(1).numpy()
+        if not looking:
+            probes.add(by_source, logits[chosen].softmax(1).numpy())
+        world.record([np.concatenate(parts, 1) for parts in zip(*(pixels_of(inputs[m]) for m in layers), strict=True)])
+        if not looking or world.look:
+            continue
+        decision, start = world.arrive(raw(*(torch.cat(ts).numpy() for ts in zip(*mixed, strict=True))))
+        if events is not None:
+            events.append(decision)
+        if start is None:
+            probes.images = min(probes.images, 2)
+        else:
+            ahead = method.bonus + 4 * method.temperature if decision == "recalled" else 0
+            known, foreseen, frequency = begin(split(start))
+            score, probes = [0.0, *(-ahead for _ in method.speeds)], PlainProbes(classes)
     means = [torch.cat([torch.from_numpy(layer[0]) for layer in speed], 1) for speed in known]
-    return outputs, {"stats.mean": means[0], "score": torch.tensor(score, dtype=torch.float64)}
+    named = {"stats.mean": means[0], "score": torch.tensor(score, dtype=torch.float64)}
+    if not method.probe:
+        return outputs, named
+    named |= {
+        "probes.posterior": torch.from_numpy(np.stack(probes.mean)),
+        "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
+        "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
+        "world.usual": torch.tensor(world.usual, dtype=torch.float64),
+    }
+    if world.places:
+        for i, name in enumerate(("stats", "by_source")):
+            memory = [place[i][0] for place in world.places] + [flat[0]] * (method.memory - len(world.places))
+            named[f"places.{name}.mean"] = torch.from_numpy(np.stack(memory))
+    return outputs, named

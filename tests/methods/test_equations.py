@@ -108,6 +108,7 @@ CASES = [
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
     ("bank", {"bonus": 0.01, "horizon": 20.0, "probe": 0, "observe": 1}),
     ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "probe": 0, "observe": 1}),
+    *(("bank", {"horizon": 20.0, "probe": probe, "observe": 1}) for probe in (1, 2, 5)),
     ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
     ("bdn", {**BDN, "confident": False}),
     ("bdn", {**BDN, "domains": 3}),

@@ -16,6 +16,7 @@ from tribe.core.state import Stats
 
 FAST, SLOW = 32.0, 256.0  # images over which the moments of the first layer are averaged
 USUAL = 1024.0  # and their divergence
+LEAST_USUAL = 0.002  # divergence of a camera whose images are all alike, so that the next image is not a new world
 STEP = 8.0  # times the usual divergence: the world has changed
 LEAST_AGE = 64.0  # images in a world before a change is noticed
 LOOK = 16.0  # images of a new world that pass the source, before the place is known
@@ -76,8 +77,9 @@ def merge(stats: Stats, mean: Tensor, var: Tensor, rate: Tensor) -> Stats:
 def pool_samples(moments: Stats, weight: Tensor) -> Stats:
     """Pool moments (S, B, C) over the samples of weight 1, (S, B): (S, 1, C)."""
     share = (weight / weight.sum(1, keepdim=True).clamp_min(1)).unsqueeze(1)  # (S, 1, B)
-    mean = share @ moments.mean
-    return Stats(mean, share @ (moments.var + (moments.mean - mean).square()))
+    means, variances = (t.masked_fill(weight.unsqueeze(2) == 0, 0) for t in moments)  # others may not be finite
+    mean = share @ means
+    return Stats(mean, share @ (variances + (means - mean).square()))
 
 
 def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
@@ -97,6 +99,7 @@ def watch(world: World, moments: Stats, images: Tensor, weight: Tensor, eps: Ten
         weight: which samples count (S, B).
         eps: of the first layer (C0,).
     """
+    images = torch.where(weight.any(1), images, 0)  # none may be among the samples
     came = images > 0
     mean, var = pool_samples(moments, weight)
 
@@ -112,6 +115,7 @@ def watch(world: World, moments: Stats, images: Tensor, weight: Tensor, eps: Ten
     changed = (apart > STEP * world.usual) & (world.age >= LEAST_AGE) & (world.look == 0)
     slow = merge(world.slow, mean, var, torch.where(changed, 1.0, rate(SLOW)))
     usual = torch.lerp(world.usual, torch.minimum(apart, 4 * world.usual), 1 - torch.exp(-images / USUAL))
+    usual = usual.clamp_min(LEAST_USUAL)
     return world._replace(
         fast=fast,
         slow=slow,

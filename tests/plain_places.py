@@ -1,0 +1,123 @@
+"""What a bank of speeds knows of its stream, as plain loops over numbers: probes, the world, places.
+
+A mean and a variance are a pair of raw moments here, E[x] and E[x^2], whose averages are plain averages.
+"""
+
+import math
+
+import numpy as np
+
+from tribe.methods import places, probing
+
+
+def raw(means, variances):
+    """Raw moments (2, C)."""
+    return np.stack((means, variances + np.square(means)))
+
+
+def pixels_of(inputs):
+    """Raw moments of the pixels of each image (B, C, H, W), a list of (2, C)."""
+    return [np.stack((x.flatten(1).mean(1).numpy(), (x.flatten(1) ** 2).mean(1).numpy())) for x in inputs]
+
+
+def mix(old, new, rate):
+    return (1 - rate) * old + rate * new
+
+
+def entropy(p):
+    return -sum(float(x) * math.log(float(x)) for x in p if x > 0)
+
+
+def apart(of, other, eps):
+    """The Kullback-Leibler divergence of Gaussians, channel by channel, and its mean."""
+    total = 0.0
+    for (mean, square), (mean2, square2), e in zip(of.T, other.T, eps, strict=True):
+        var, var2 = square - mean**2 + e, square2 - mean2**2 + e
+        total += 0.5 * (math.log(var2 / var) + (var + (mean - mean2) ** 2) / var2 - 1)
+    return total / len(eps)
+
+
+class PlainProbes:
+    """Predictions of the source (0) and of the adapted network (1), averaged over the images that passed both."""
+
+    def __init__(self, classes):
+        self.mean, self.doubt = [np.full(classes, 1 / classes)] * 2, [math.log(classes)] * 2
+        self.spread, self.images = probing.SPREAD, 0.0
+
+    def benefit(self):
+        informed = [entropy(mean) - doubt for mean, doubt in zip(self.mean, self.doubt, strict=True)]
+        return informed[1] - informed[0]
+
+    def source_share(self):
+        known = self.benefit() * self.images / (self.images + probing.FIRST)
+        known += probing.DEVIATIONS * math.sqrt(self.spread / (self.images + 4))
+        return 1 / (1 + math.exp((known - probing.MARGIN) / probing.SCALE))
+
+    def add(self, source, adapted):
+        """Average the probabilities of images by both networks."""
+        count, before = len(source), self.benefit()
+        rate = min(1, max(count / probing.MEMORY, count / (self.images + count + probing.FIRST)))
+        information = [
+            [float(p @ np.log(p / mean)) for p in by] for by, mean in zip((source, adapted), self.mean, strict=True)
+        ]  # of each image, against the mean prediction so far
+        squares = [(b - a - before) ** 2 for a, b in zip(*information, strict=True)]
+        self.spread = mix(self.spread, sum(squares) / count, rate)
+        for i, by in enumerate((source, adapted)):
+            self.mean[i] = mix(self.mean[i], sum(by) / count, rate)
+            self.doubt[i] = mix(self.doubt[i], sum(entropy(p) for p in by) / count, rate)
+        self.images = min(self.images + count, probing.MEMORY)
+
+
+class PlainWorld:
+    """The world that a stream is in, and the places where it was."""
+
+    def __init__(self, source, first, eps, room):
+        self.source, self.eps, self.first, self.room = source, eps, first, room
+        self.fast = self.slow = source[:, :first]
+        self.usual, self.age, self.look = 0.05, 0, 0
+        self.by_source, self.seen, self.new, self.places = source, 0, None, []
+
+    def watch(self, shown, count):
+        """Follow the first layer's raw moments ``shown`` of some of ``count`` images; notice a change."""
+        now = sum(shown) / len(shown)
+        known = places.LOOK - self.look if self.look else self.age
+
+        def rate(horizon):
+            return max(1 - math.exp(-count / horizon), count / (known + count))
+
+        self.fast = mix(self.fast, now, rate(places.FAST))
+        gone = apart(self.fast, self.slow, self.eps[: self.first]) if self.age else self.usual
+        changed = not self.look and self.age >= places.LEAST_AGE and gone > places.STEP * self.usual
+        self.slow = now if changed else mix(self.slow, now, rate(places.SLOW))
+        usual = mix(self.usual, min(gone, 4 * self.usual), 1 - math.exp(-count / places.USUAL))
+        self.usual = max(usual, places.LEAST_USUAL)
+        self.age, self.look = self.age + count, int(places.LOOK) if changed else self.look
+
+    def record(self, passed):
+        """Follow the raw moments of images that passed the source."""
+        now, count = sum(passed) / len(passed), len(passed)
+        if self.look:
+            done = int(places.LOOK) - self.look
+            self.new = now if not done else mix(self.new, now, max(count / (done + count), count / places.SEEN))
+            self.look -= count
+        else:
+            self.by_source = mix(self.by_source, now, min(1, max(count / (self.seen + count), count / places.SEEN)))
+            self.seen = min(self.seen + count, places.SEEN)
+
+    def arrive(self, current):
+        """Decide where the stream is, and remember the place that it left, where ``current`` normalised."""
+        here, clean = (apart(self.new, other, self.eps) for other in (self.by_source, self.source))
+        there = [apart(self.new, place, self.eps) for _, place in self.places]
+        decision = "stay", None
+        if there and min(there) < places.NEARER * min(here, clean):
+            decision = "recalled", self.places[there.index(min(there))][0]
+        elif clean < places.BACK * here:
+            decision = "back", self.source
+        if self.age >= places.STAY + places.LOOK and self.room:
+            left = [apart(self.by_source, place, self.eps) for _, place in self.places]
+            if left and (min(left) < places.SAME or len(left) == self.room):
+                self.places[left.index(min(left))] = current, self.by_source
+            else:
+                self.places.append((current, self.by_source))
+        self.by_source, self.seen, self.age = self.new, places.FEW, int(places.LOOK)
+        return decision
