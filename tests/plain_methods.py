@@ -811,6 +811,7 @@ def bank(net, xs, method, events=None):
         return outputs, named
     named |= {
         "probes.posterior": torch.from_numpy(np.stack(probes.mean)),
+        "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),
         "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
         "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
         "world.usual": torch.tensor(world.usual, dtype=torch.float64),

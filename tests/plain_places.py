@@ -24,10 +24,6 @@ def mix(old, new, rate):
     return (1 - rate) * old + rate * new
 
 
-def entropy(p):
-    return -sum(float(x) * math.log(float(x)) for x in p if x > 0)
-
-
 def apart(of, other, eps):
     """The Kullback-Leibler divergence of Gaussians, channel by channel, and its mean."""
     total = 0.0
@@ -41,30 +37,25 @@ class PlainProbes:
     """Predictions of the source (0) and of the adapted network (1), averaged over the images that passed both."""
 
     def __init__(self, classes):
-        self.mean, self.doubt = [np.full(classes, 1 / classes)] * 2, [math.log(classes)] * 2
+        self.mean, self.benefit = [np.full(classes, 1 / classes)] * 2, 0.0
         self.spread, self.images = probing.SPREAD, 0.0
 
-    def benefit(self):
-        informed = [entropy(mean) - doubt for mean, doubt in zip(self.mean, self.doubt, strict=True)]
-        return informed[1] - informed[0]
-
     def source_share(self):
-        known = self.benefit() * self.images / (self.images + probing.FIRST)
+        known = self.benefit * self.images / (self.images + probing.FIRST)
         known += probing.DEVIATIONS * math.sqrt(self.spread / (self.images + 4))
         return 1 / (1 + math.exp((known - probing.MARGIN) / probing.SCALE))
 
     def add(self, source, adapted):
         """Average the probabilities of images by both networks."""
-        count, before = len(source), self.benefit()
+        count = len(source)
         rate = min(1, max(count / probing.MEMORY, count / (self.images + count + probing.FIRST)))
-        information = [
-            [float(p @ np.log(p / mean)) for p in by] for by, mean in zip((source, adapted), self.mean, strict=True)
-        ]  # of each image, against the mean prediction so far
-        squares = [(b - a - before) ** 2 for a, b in zip(*information, strict=True)]
-        self.spread = mix(self.spread, sum(squares) / count, rate)
-        for i, by in enumerate((source, adapted)):
-            self.mean[i] = mix(self.mean[i], sum(by) / count, rate)
-            self.doubt[i] = mix(self.doubt[i], sum(entropy(p) for p in by) / count, rate)
+        self.mean = [mix(mean, sum(by) / count, rate) for mean, by in zip(self.mean, (source, adapted), strict=True)]
+        gains = []
+        for both in zip(source, adapted, strict=True):
+            says = [float(p @ np.log(p / mean)) for p, mean in zip(both, self.mean, strict=True)]
+            gains.append(min(max(says[1] - says[0], -probing.MOST), probing.MOST))
+        self.spread = mix(self.spread, sum((gain - self.benefit) ** 2 for gain in gains) / count, rate)
+        self.benefit = mix(self.benefit, sum(gains) / count, rate)
         self.images = min(self.images + count, probing.MEMORY)
 
 

@@ -1,7 +1,7 @@
 """Learn as TRIBE does, now and then, on a bank of speeds: `tribe.methods.bank` with TRIBE's loss on some images.
 
-Beyond the paper. Statistics carry most of what TRIBE gains, and gradients can be rare. Every `learn_every` images, on
-at most 32 images of that batch, one step of Adam moves the affine parameters:
+Beyond the paper. Statistics carry most of what TRIBE gains, and gradients can be rare. In one of
+`learn_every` batches, on at most 32 images of it, one step of Adam moves the affine parameters:
 
     L = L_st + lambda_anc L_anc
 
@@ -22,7 +22,7 @@ from tribe.core.augment import Augment, View, view
 from tribe.core.bounds import TRUTH
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.fields import NotNegative, Range
+from tribe.fields import Count, NotNegative
 from tribe.methods import Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.bank import Bank
 from tribe.methods.places import Places, World
@@ -52,7 +52,7 @@ class BankTribeState(NamedTuple):
 class BankTribe(Bank):
     """A bank of speeds that learns. A field that is None gets a value for the number of classes."""
 
-    learn_every: Annotated[int, Range(low=1)] = 256  # images; a batch that reaches a multiple of it is learned from
+    learn_every: Count = 4  # batches, of which the first is learned from
     h0: NotNegative | None = None  # share of log K below which the entropy of a prediction makes it trusted
     lambda_anc: NotNegative = 0.5  # weight of the anchored loss
     lr: NotNegative = 1e-3  # Adam's learning rate
@@ -60,7 +60,8 @@ class BankTribe(Bank):
 
     paper = "none: TRIBE's loss on a part of the images, with the statistics of a bank of speeds"
     works_on = ("affine", "statistics")
-    small = {"probe": 2, "learn_every": 4}
+    small = {"probe": 2, "learn_every": 2}
+    rare_field = "learn_every"
 
     def defaults(self) -> dict[str, object]:
         """Return those of the bank, and TRIBE's h0."""
@@ -82,9 +83,7 @@ class BankTribe(Bank):
         """Predict and update the statistics; now and then, learn."""
         update = super().adapt(net, state, batch)
         assert update.seen is not None
-        before = state.info.images
-        due = (before + update.seen.sum(1)) // self.learn_every > before // self.learn_every  # (S,)
-        rows = due.nonzero()[:, 0]
+        rows = (state.key.clock % self.learn_every == 0).nonzero()[:, 0]
         if not len(rows):
             return update
         every = slice(None, None, math.ceil(batch.x.shape[1] / MOST_LEARNED))
@@ -97,9 +96,6 @@ class BankTribe(Bank):
         source, stats, frozen = net.source(len(rows))[0], self.deployed(net, state).stats, Frozen()
         stats = Stats(*(t[rows] for t in stats))
         trusted = seen & (losses.entropy(teacher) < self.h0 * math.log(self.class_count))  # type: ignore[operator]
-        learns = trusted.any(1)
-        if not learns.any():
-            return state
         affine, adam, key = (tree_map(lambda t: t[rows], t) for t in (state.affine, state.adam, state.key))
         student_sees = view(self.augment, x, key)
         with torch.enable_grad():
@@ -115,7 +111,7 @@ class BankTribe(Bank):
                 loss = loss + self.lambda_anc * losses.mean_over(apart, trusted)
             gradient = leaf.gradient(loss)
         moved = optim.adam_step(affine, gradient, adam, self.lr)
-        kept = (select(learns, new, old) for new, old in zip(moved, (affine, adam), strict=True))
+        kept = (select(trusted.any(1), new, old) for new, old in zip(moved, (affine, adam), strict=True))
         affine, adam = (
             tree_map(lambda t, new: t.index_copy(0, rows, new.detach()), whole, new)
             for whole, new in zip((state.affine, state.adam), kept, strict=True)
