@@ -83,6 +83,7 @@ EVENTS = {  # by the size of batches and of the memory
     (8, 1): ["stay", "back", "recalled", "back"],
     (40, 1): ["stay", "recalled", "recalled", "back"],
     (40, 2): ["stay", "recalled", "recalled", "back"],
+    (40, 4): ["stay", "recalled", "recalled", "recalled"],  # and a place that is remembered twice is one
 }
 
 
