@@ -826,6 +826,7 @@ def named_places(probes, world, memory):
     """What a bank knows of its stream, as its state names it."""
     named = {
         "probes.posterior": torch.from_numpy(np.stack(probes.mean)),
+        "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),
         "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
         "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
         "world.usual": torch.tensor(world.usual, dtype=torch.float64),

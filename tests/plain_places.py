@@ -24,8 +24,9 @@ def mix(old, new, rate):
     return (1 - rate) * old + rate * new
 
 
-def entropy(p):
-    return -sum(float(x) * math.log(float(x)) for x in p if x > 0)
+def says(p, mean):
+    """The divergence of a prediction from the average one."""
+    return sum(float(a) * math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(p, mean, strict=True))
 
 
 def apart(of, other, eps):
@@ -41,30 +42,23 @@ class PlainProbes:
     """Predictions of the source (0) and of the adapted network (1), averaged over the images that passed both."""
 
     def __init__(self, classes):
-        self.mean, self.doubt = [np.full(classes, 1 / classes)] * 2, [math.log(classes)] * 2
+        self.mean, self.benefit = [np.full(classes, 1 / classes)] * 2, 0.0
         self.spread, self.images = probing.SPREAD, 0.0
 
-    def benefit(self):
-        informed = [entropy(mean) - doubt for mean, doubt in zip(self.mean, self.doubt, strict=True)]
-        return informed[1] - informed[0]
-
     def source_share(self):
-        known = self.benefit() * self.images / (self.images + probing.FIRST)
+        known = self.benefit * self.images / (self.images + probing.FIRST)
         known += probing.DEVIATIONS * math.sqrt(self.spread / (self.images + 4))
         return 1 / (1 + math.exp((known - probing.MARGIN) / probing.SCALE))
 
     def add(self, source, adapted):
-        """Average the probabilities of images by both networks."""
-        count, before = len(source), self.benefit()
+        """Average the probabilities of images by both networks, then what each image says beside the average."""
+        count = len(source)
         rate = min(1, max(count / probing.MEMORY, count / (self.images + count + probing.FIRST)))
-        information = [
-            [float(p @ np.log(p / mean)) for p in by] for by, mean in zip((source, adapted), self.mean, strict=True)
-        ]  # of each image, against the mean prediction so far
-        squares = [(b - a - before) ** 2 for a, b in zip(*information, strict=True)]
-        self.spread = mix(self.spread, sum(squares) / count, rate)
-        for i, by in enumerate((source, adapted)):
-            self.mean[i] = mix(self.mean[i], sum(by) / count, rate)
-            self.doubt[i] = mix(self.doubt[i], sum(entropy(p) for p in by) / count, rate)
+        self.mean = [mix(mean, sum(by) / count, rate) for mean, by in zip(self.mean, (source, adapted), strict=True)]
+        gains = [says(q, self.mean[1]) - says(p, self.mean[0]) for p, q in zip(source, adapted, strict=True)]
+        gains = [max(-probing.MOST, min(probing.MOST, gain)) for gain in gains]
+        self.spread = mix(self.spread, sum((gain - self.benefit) ** 2 for gain in gains) / count, rate)
+        self.benefit = mix(self.benefit, sum(gains) / count, rate)
         self.images = min(self.images + count, probing.MEMORY)
 
 
