@@ -204,6 +204,23 @@ def test_a_bad_image_among_the_probes_changes_nothing(pixel):
         torch.testing.assert_close(torch.cat((y[:, :i], y[:, i + 1 :]), 1), wanted, rtol=0, atol=1e-9)
 
 
+class Dim(nn.Module):
+    """Gives no number for images with a high activation."""
+
+    def forward(self, x):
+        return x.where(x.amax((1, 2, 3), keepdim=True) < 0, math.nan)
+
+
+def test_an_image_that_only_the_source_cannot_predict_says_nothing():
+    model = small_network(dtype=DOUBLE)
+    net, method = Backbone(nn.Sequential(*model[:2], Dim(), *model[2:])), bank()
+    state = method.init(net)
+    far = Stats(state.pooled.mean + 100, state.pooled.var), torch.tensor([[0.0, -9.0]], dtype=DOUBLE)
+    _, new = play(method, net, [images(1, 6, 0, DOUBLE)], state._replace(pooled=far[0], score=far[1]))
+    assert (int(new.info.images), int(new.probes.images), int(new.world.seen)) == (6, 0, 0)
+    assert_close(new.probes, state.probes, atol=0)
+
+
 def test_observed_images_that_are_all_bad_leave_the_world_as_it_is():
     net, method = Backbone(small_network(dtype=DOUBLE)), bank(observe=2)
     _, state = play(method, net, STREAM[:, :120].split(40, 1))
