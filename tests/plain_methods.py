@@ -714,110 +714,125 @@ def ttac(net, xs, method):
     return outputs, all_parameters(net, module, without=nn.Linear) | named
 
 
+class Watched:
+    """The network with ordinary layers, which notes what enters its BatchNorm layers."""
+
+    def __init__(self, net):
+        self.module, _, _ = ordinary(net, net.source()[1])
+        self.module.requires_grad_(False)
+        self.layers = [m for m in self.module if isinstance(m, nn.BatchNorm2d)]
+        self.source = [(m.running_mean.clone(), m.running_var.clone()) for m in self.layers]
+        self.eps = [layer.eps for layer in self.layers for _ in layer.running_mean]
+        self.inputs = {}
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda m, args: self.inputs.update({m: args[0].clone()}))
+
+    def run(self, x, statistics):
+        for layer, (mean, var) in zip(self.layers, statistics, strict=True):
+            layer.running_mean.copy_(mean), layer.running_var.copy_(var)
+        return self.module(x)
+
+    def moments(self):
+        """Raw moments of the images of the last pass, in all layers."""
+        return [np.concatenate(p, 1) for p in zip(*(pixels_of(self.inputs[m]) for m in self.layers), strict=True)]
+
+    def split(self, moments):
+        """Mean and variance of each layer, from raw moments of all."""
+        both = torch.from_numpy(moments[0]), torch.from_numpy(moments[1] - moments[0] ** 2)
+        return list(zip(*(t.split([layer.num_features for layer in self.layers]) for t in both), strict=True))
+
+    def surprise(self, statistics, b):
+        """The negative log-likelihood of image ``b``."""
+        terms = []
+        for layer, (mean, var) in zip(self.layers, statistics, strict=True):
+            pixels = self.inputs[layer][b].flatten(1)
+            apart = pixels.var(1, unbiased=False) + layer.eps + (pixels.mean(1) - mean) ** 2
+            terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
+        return float(torch.cat(terms).mean())
+
+
+def joined(statistics):
+    """Raw moments of all layers, from mean and variance of each."""
+    return raw(*(torch.cat(ts).numpy() for ts in zip(*statistics, strict=True)))
+
+
 def bank(net, xs, method, events=None):
     """The bank of speeds, beyond the paper: one pass, moments of each image, Balanced BN by the slow loop.
 
     What was decided after a change is noted in ``events``.
     """
-    module, _, _ = ordinary(net, net.source()[1])
-    module.requires_grad_(False)
-    layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
-    classes, inputs = module[-1].out_features, {}
-    for layer in layers:
-        layer.register_forward_pre_hook(lambda m, args: inputs.update({m: args[0].clone()}))
-    source = [(m.running_mean.clone(), m.running_var.clone()) for m in layers]
-    flat = raw(*(torch.cat(ts).numpy() for ts in zip(*source, strict=True)))
-    eps = [layer.eps for layer in layers for _ in layer.running_mean]
-    world = PlainWorld(flat, layers[0].num_features, eps, method.memory)
-
-    def run(x, statistics):
-        for layer, (mean, var) in zip(layers, statistics, strict=True):
-            layer.running_mean.copy_(mean), layer.running_var.copy_(var)
-        return module(x)
-
-    def split(moments):
-        """Means and variances of each layer, from raw moments of all."""
-        both = torch.from_numpy(moments[0]), torch.from_numpy(moments[1] - moments[0] ** 2)
-        return list(zip(*(t.split([layer.num_features for layer in layers]) for t in both), strict=True))
+    network, classes, speeds = Watched(net), net.classes, len(method.speeds)
+    layers, source, inputs = network.layers, network.source, network.inputs
+    world = PlainWorld(joined(source), layers[0].num_features, network.eps, method.memory)
 
     def begin(statistics):
-        """Statistics of all classes at every speed, and pooled ones of every speed and the source."""
+        """Statistics of all classes at every speed, pooled ones of the source and of every speed, and frequencies."""
         known = [[[t.expand(classes, -1).numpy() for t in both] for both in statistics] for _ in method.speeds]
         return known, [source, *(list(statistics) for _ in method.speeds)], [1 / classes] * classes
 
-    known, foreseen, frequency = begin(source)  # by speed and layer: mean, variance
-    score, outputs, count, probes = [0.0] * len(foreseen), [], 0, PlainProbes(classes)
+    known, foreseen, frequency = begin(source)
+    score, outputs, count, probes = [0.0] * (speeds + 1), [], 0, PlainProbes(classes)
     for x in xs:
-        powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(len(score))]
-        weights = [power / sum(powers) for power in powers]
-        if method.probe:
-            share = probes.source_share()
-            weights = [share * (v == 0) + (1 - share) * weight for v, weight in enumerate(weights)]
-        mixed = [
-            [sum(w * speed[i][j] for w, speed in zip(weights, foreseen, strict=True)) for j in range(2)]
-            for i in range(len(layers))
-        ]
-        logits = run(x, mixed)
+        powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(speeds + 1)]
+        share = probes.source_share() if method.probe else 0
+        weights = [share * (v == 0) + (1 - share) * power / sum(powers) for v, power in enumerate(powers)]
+        pairs = zip(*foreseen, strict=True)  # of every layer
+        mixed = [[sum(w * both[j] for w, both in zip(weights, by, strict=True)) for j in (0, 1)] for by in pairs]
+        logits = network.run(x, mixed)
         outputs.append(logits)
-        observed = range(0, len(x), min(method.observe, max(1, len(x) // 16)))
+        observed = list(range(0, len(x), min(method.observe, max(1, len(x) // 16))))
         each = len(x) / len(observed)  # images that an observed one stands for
-        labels, keep = [int(logits[b].argmax()) for b in observed], math.exp(-len(x) / method.horizon)
-        surprise = [0.0] * len(score)
-        for v, speed in enumerate(foreseen):
-            for b, label in zip(observed, labels, strict=True):
-                terms = []
-                for layer, (mean, var) in zip(layers, speed, strict=True):
-                    pixels = inputs[layer][b].flatten(1)
-                    apart = pixels.var(1, unbiased=False) + layer.eps + (pixels.mean(1) - mean) ** 2
-                    terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
-                weight = min(1 / (classes * frequency[label]), 10.0) / len(observed)
-                surprise[v] += weight * float(torch.cat(terms).mean())
+        labels, keep = logits[observed].argmax(1).tolist(), math.exp(-len(x) / method.horizon)
+        seldom = [min(1 / (classes * frequency[label]), 10.0) / len(observed) for label in labels]
+        surprise = [sum(w * network.surprise(s, b) for w, b in zip(seldom, observed, strict=True)) for s in foreseen]
         score = [keep * old + (1 - keep) * (new - surprise[0]) for old, new in zip(score, surprise, strict=True)]
         frequency = [keep * f + (1 - keep) * labels.count(k) / len(observed) for k, f in enumerate(frequency)]
         conventions = {"gamma": method.gamma, "pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
         for v, eta in enumerate(method.speeds):
             for i, layer in enumerate(layers):
-                pixels = inputs[layer][list(observed)].flatten(2).numpy()
-                valid, rate = [True] * len(labels), min(1, each * eta)
-                result = reference.balanced(pixels, labels, valid, *known[v][i], eta=rate, **conventions)
+                pixels, valid = inputs[layer][observed].flatten(2).numpy(), [True] * len(labels)
+                result = reference.balanced(pixels, labels, valid, *known[v][i], eta=min(1, each * eta), **conventions)
                 known[v][i] = [result.class_mean, result.class_var]
                 foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
         if not method.probe:
             continue
-        world.watch(pixels_of(inputs[layers[0]][list(observed)]), len(x))
+        world.watch(pixels_of(inputs[layers[0]][observed]), len(x))
         looking = world.look
         chosen = [b for b in range(len(x)) if (b < looking if looking else (count + b) % method.probe == 0)]
         count += len(x)
         if not chosen:
             continue
-        by_source = run(x[chosen], source).softmax(1).numpy()
+        by_source = network.run(x[chosen], source).softmax(1).numpy()
         if not looking:
             probes.add(by_source, logits[chosen].softmax(1).numpy())
-        world.record([np.concatenate(parts, 1) for parts in zip(*(pixels_of(inputs[m]) for m in layers), strict=True)])
+        world.record(network.moments())
         if not looking or world.look:
             continue
-        decision, start = world.arrive(raw(*(torch.cat(ts).numpy() for ts in zip(*mixed, strict=True))))
+        decision, start = world.arrive(joined(mixed))
         if events is not None:
             events.append(decision)
         if start is None:
             probes.images = min(probes.images, 2)
         else:
             ahead = method.bonus + 4 * method.temperature if decision == "recalled" else 0
-            known, foreseen, frequency = begin(split(start))
-            score, probes = [0.0, *(-ahead for _ in method.speeds)], PlainProbes(classes)
-    means = [torch.cat([torch.from_numpy(layer[0]) for layer in speed], 1) for speed in known]
-    named = {"stats.mean": means[0], "score": torch.tensor(score, dtype=torch.float64)}
-    if not method.probe:
-        return outputs, named
-    named |= {
+            known, foreseen, frequency = begin(network.split(start))
+            score, probes = [0.0, *[-ahead] * speeds], PlainProbes(classes)
+    means = [torch.from_numpy(mean) for mean, _ in known[0]]
+    named = {"stats.mean": torch.cat(means, 1), "score": torch.tensor(score, dtype=torch.float64)}
+    return outputs, named | (named_places(probes, world, method.memory) if method.probe else {})
+
+
+def named_places(probes, world, memory):
+    """What a bank knows of its stream, as its state names it."""
+    named = {
         "probes.posterior": torch.from_numpy(np.stack(probes.mean)),
         "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),
         "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
         "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
         "world.usual": torch.tensor(world.usual, dtype=torch.float64),
+        "world.seen": torch.tensor(world.seen, dtype=torch.float64),
     }
-    if world.places:
-        for i, name in enumerate(("stats", "by_source")):
-            memory = [place[i][0] for place in world.places] + [flat[0]] * (method.memory - len(world.places))
-            named[f"places.{name}.mean"] = torch.from_numpy(np.stack(memory))
-    return outputs, named
+    for i, name in enumerate(("stats", "by_source") if world.places else ()):
+        means = [place[i][0] for place in world.places] + [world.source[0]] * (memory - len(world.places))
+        named[f"places.{name}.mean"] = torch.from_numpy(np.stack(means))
+    return named

@@ -24,6 +24,11 @@ def mix(old, new, rate):
     return (1 - rate) * old + rate * new
 
 
+def says(p, mean):
+    """The divergence of a prediction from the average one."""
+    return sum(float(a) * math.log(max(a, 1e-9) / max(b, 1e-9)) for a, b in zip(p, mean, strict=True))
+
+
 def apart(of, other, eps):
     """The Kullback-Leibler divergence of Gaussians, channel by channel, and its mean."""
     total = 0.0
@@ -46,14 +51,12 @@ class PlainProbes:
         return 1 / (1 + math.exp((known - probing.MARGIN) / probing.SCALE))
 
     def add(self, source, adapted):
-        """Average the probabilities of images by both networks."""
+        """Average the probabilities of images by both networks, then what each image says beside the average."""
         count = len(source)
         rate = min(1, max(count / probing.MEMORY, count / (self.images + count + probing.FIRST)))
         self.mean = [mix(mean, sum(by) / count, rate) for mean, by in zip(self.mean, (source, adapted), strict=True)]
-        gains = []
-        for both in zip(source, adapted, strict=True):
-            says = [float(p @ np.log(p / mean)) for p, mean in zip(both, self.mean, strict=True)]
-            gains.append(min(max(says[1] - says[0], -probing.MOST), probing.MOST))
+        gains = [says(q, self.mean[1]) - says(p, self.mean[0]) for p, q in zip(source, adapted, strict=True)]
+        gains = [max(-probing.MOST, min(probing.MOST, gain)) for gain in gains]
         self.spread = mix(self.spread, sum((gain - self.benefit) ** 2 for gain in gains) / count, rate)
         self.benefit = mix(self.benefit, sum(gains) / count, rate)
         self.images = min(self.images + count, probing.MEMORY)

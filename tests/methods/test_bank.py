@@ -83,6 +83,7 @@ EVENTS = {  # by the size of batches and of the memory
     (8, 1): ["stay", "back", "recalled", "back"],
     (40, 1): ["stay", "recalled", "recalled", "back"],
     (40, 2): ["stay", "recalled", "recalled", "back"],
+    (40, 4): ["stay", "recalled", "recalled", "recalled"],  # and a place that is remembered twice is one
 }
 
 
@@ -102,8 +103,8 @@ def test_the_plain_loop_notices_probes_that_count_before_the_prediction():
         assert_travels_as_the_plain_loop(mutant("It probes first.", bank(memory=1), adapt=probes_first), 40)
 
 
-def swapped(state, source, adapted, weight):
-    return probing.add_probes(state, adapted, source, weight)
+def swapped(probes):
+    return probing.source_share(probes._replace(benefit=-probes.benefit))
 
 
 def recalled_anyway(arrived, world, places_, current, source, eps):
@@ -120,12 +121,12 @@ def endless(world, moments, weight):
     return places.record(world, moments, weight)._replace(look=world.look)
 
 
-BUGS = [(module, "add_probes", swapped), (module, "arrive", recalled_anyway), (module, "record", endless)]
+BUGS = [("source_share", swapped), ("arrive", recalled_anyway), ("record", endless)]
 
 
-@pytest.mark.parametrize(("where", "name", "bug"), BUGS, ids=lambda value: getattr(value, "__name__", value))
-def test_the_plain_loop_notices_a_bug(where, name, bug, monkeypatch):
-    monkeypatch.setattr(where, name, bug)
+@pytest.mark.parametrize(("name", "bug"), BUGS, ids=lambda value: getattr(value, "__name__", value))
+def test_the_plain_loop_notices_a_bug(name, bug, monkeypatch):
+    monkeypatch.setattr(module, name, bug)
     with pytest.raises(AssertionError):
         assert_travels_as_the_plain_loop(bank(memory=1), 40)
 
@@ -203,6 +204,23 @@ def test_a_bad_image_among_the_probes_changes_nothing(pixel):
         torch.testing.assert_close(torch.cat((y[:, :i], y[:, i + 1 :]), 1), wanted, rtol=0, atol=1e-9)
 
 
+class Dim(nn.Module):
+    """Gives no number for images with a high activation."""
+
+    def forward(self, x):
+        return x.where(x.amax((1, 2, 3), keepdim=True) < 0, math.nan)
+
+
+def test_an_image_that_only_the_source_cannot_predict_says_nothing():
+    model = small_network(dtype=DOUBLE)
+    net, method = Backbone(nn.Sequential(*model[:2], Dim(), *model[2:])), bank()
+    state = method.init(net)
+    far = Stats(state.pooled.mean + 100, state.pooled.var), torch.tensor([[0.0, -9.0]], dtype=DOUBLE)
+    _, new = play(method, net, [images(1, 6, 0, DOUBLE)], state._replace(pooled=far[0], score=far[1]))
+    assert (int(new.info.images), int(new.probes.images), int(new.world.seen)) == (6, 0, 0)
+    assert_close(new.probes, state.probes, atol=0)
+
+
 def test_observed_images_that_are_all_bad_leave_the_world_as_it_is():
     net, method = Backbone(small_network(dtype=DOUBLE)), bank(observe=2)
     _, state = play(method, net, STREAM[:, :120].split(40, 1))
@@ -231,20 +249,17 @@ logits = st.lists(number, min_size=CLASSES, max_size=CLASSES)
 @st.composite
 def probes(draw):
     posterior = torch.tensor([draw(logits), draw(logits)], dtype=DOUBLE).softmax(1)
-    limits = ((-probing.MOST, probing.MOST), (0, 50), (0, probing.MEMORY))
-    gain, spread, seen = (torch.tensor([draw(st.floats(*limit))], dtype=DOUBLE) for limit in limits)
-    return probing.Probes(posterior[None], gain, spread, seen)
+    limits = (-probing.MOST, probing.MOST), (0, 50), (0, probing.MEMORY)
+    return probing.Probes(posterior[None], *(torch.tensor([draw(st.floats(*ends))], dtype=DOUBLE) for ends in limits))
 
 
 @bounded
 @given(probes(), st.floats(0, 1))
 def test_the_share_of_the_source_is_a_share_and_falls_with_the_benefit_of_adapting(state, more):
-    share = probing.source_share(state)
-    assert 0 <= share <= 1
-    better = state._replace(benefit=state.benefit + more)
-    assert probing.source_share(better) <= share
+    share, less = (probing.source_share(p) for p in (state, state._replace(benefit=state.benefit + more)))
+    assert 0 <= less <= share <= 1
     if more * state.images > 1e-3 and 1e-6 < share < 1 - 1e-6:
-        assert probing.source_share(better) < share
+        assert less < share
 
 
 @bounded
