@@ -19,7 +19,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.moments import observe
 from tribe.core.state import Affine, Stats
 from tribe.norms import Norm
-from tribe.norms.balanced import Balanced
+from tribe.norms.balanced import BIG, Balanced
 from zoo import Bare, gap
 
 FULL, SMALL = SHARED / "goldens/balanced_bn_open.npz", DATA / "balanced_bn.npz"
@@ -260,6 +260,18 @@ def test_pooled_statistics_are_those_of_a_class_balanced_resample() -> None:
     even = resampled_evenly(x, labels)
     pooled = Balanced(4, convention="paper").pool(stats)
     assert gaps(pooled, Stats(even.mean(1)[None, None], even.var(1, correction=0)[None, None])) < 1e-10
+
+
+def test_pooling_is_the_same_where_deviations_leave_the_cache() -> None:
+    """Catches another divisor, or another axis, where class statistics are large."""
+    g, norm = torch.Generator().manual_seed(0), Balanced(700)
+    stats = Stats(torch.randn(2, 700, 3001, generator=g) + 3, torch.rand(2, 700, 3001, generator=g))
+    assert stats.mean.numel() > BIG
+    wide = norm.pool(stats)
+    for columns in (slice(5), slice(2000, 3001)):
+        few = norm.pool(stats.layer(columns, 0))
+        assert gap(wide.mean[..., columns], few.mean) < 1e-5
+        assert gap(wide.var[..., columns], few.var) < 1e-5
 
 
 def test_with_gamma_1_the_mean_is_that_of_robust_bn_and_the_variance_is_not() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tribe.core import kernels
 from tribe.core.fusion import Fusion, Mismatch
 from tribe.core.moments import fold
 from tribe.core.packed import ClassStats, pack
@@ -362,7 +363,7 @@ class Backbone(nn.Module):
 
     def _fold_stored(self, current: Pass, affine: Affine, learns: bool) -> None:
         """Prepare all layers for stored statistics at once."""
-        if current.rows == 1 and current.fusing is None and not learns:
+        if current.rows == 1 and current.fusing is None and not learns and not kernels.can_launch(current.valid):
             stats = (t[0, 0].split_with_sizes(self._stored_widths) for t in (current.stats.mean, current.stats.var))
             current.stored = tuple(zip(*stats, *(t[0].split_with_sizes(self._widths) for t in affine), strict=True))
         elif self._eps is not None:

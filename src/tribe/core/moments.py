@@ -44,7 +44,8 @@ def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    return x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    """Return whether each sample is, whatever lies between samples."""
+    return x.dim() == 4 and x[:1].is_contiguous(memory_format=torch.channels_last)
 
 
 LARGE = 2**15  # numbers of an image: the squares of a batch of such images leave the cache of a processor
@@ -143,9 +144,8 @@ def _sums(g: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             torch.ops.aten.native_batch_norm_backward(*row, var, mean, var, mean, var, False, 0.0, [False, True, True])
             for row in zip(g, x, strict=True)
         ]
-        return torch.stack([sums[2] for sums in rows]).unsqueeze(1), torch.stack([sums[1] for sums in rows]).unsqueeze(
-            1
-        )
+        of_g, of_product = (torch.stack([sums[i] for sums in rows]).unsqueeze(1) for i in (2, 1))
+        return of_g, of_product
     pixels = tuple(range(3, x.dim())) + ((1,) if scale.shape[1] != x.shape[1] else ())
     g = g.to(scale.dtype)
     return tuple(t.sum(pixels).view_as(scale) if pixels else t for t in (g, g * x))  # type: ignore[return-value]

@@ -10,7 +10,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.losses import entropy, mean_over
 from tribe.core.packed import ClassStats
-from tribe.core.state import Affine, Info, leaves, select
+from tribe.core.state import JOINED, Affine, Info, flatten, select
 from tribe.core.validation import good_images, in_range
 
 
@@ -120,10 +120,15 @@ def commit_step(net: Backbone, old: Any, update: Update, valid: Tensor, rejected
 
 def _finite(new: Any, old: Any) -> Tensor:
     """Return which streams (S,) have only finite numbers in the tensors that a step changed."""
-    streams, before = len(old.key.seed), leaves(old)
-    changed = [t for name, t in leaves(new).items() if t is not before[name] and t.is_floating_point() and t.numel()]
-    totals = [t.reshape(streams, -1).sum(-1, dtype=torch.float32) for t in changed]
-    return finite(torch.stack(totals, -1)) if totals else torch.ones_like(old.key.seed, dtype=torch.bool)
+    streams, pairs = len(old.key.seed), zip(flatten(new), flatten(old), strict=True)
+    changed = [t for t, before in pairs if t is not before and t.is_floating_point() and t.numel()]
+    if not changed:
+        return torch.ones_like(old.key.seed, dtype=torch.bool)
+    rows = [t.reshape(streams, -1) for t in changed]
+    small = [t for t in rows if t.numel() <= JOINED]  # one sum for all of them
+    joined = [torch.cat(small, 1)] if small else []
+    totals = [t.sum(-1, dtype=torch.float32) for t in (*joined, *(t for t in rows if t.numel() > JOINED))]
+    return finite(torch.stack(totals, -1))
 
 
 def distance_of(net: Backbone, affine: Affine) -> Tensor:

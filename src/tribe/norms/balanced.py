@@ -17,11 +17,13 @@ from torch.autograd.function import once_differentiable
 from tribe.core import kernels
 from tribe.core.kernels import activations, statistics
 from tribe.core.kernels.statistics import UpdateTerms
+from tribe.core.moments import observe_samples
 from tribe.core.packed import ClassStats, PackedStats
 from tribe.fields import Count, PositiveShare, Share, require
 from tribe.norms import NormRule, Stats, register
 
 Convention = Literal["released", "paper"]
+BIG = 2**22  # numbers of class statistics from which a tensor of their deviations is too large for a processor's cache
 
 # Where the released implementation and the paper differ. NOTE: the paper prints sigma_k, not sigma_k', inside the sum
 # over k' of Eq. 4; "paper" computes it as printed.
@@ -349,5 +351,7 @@ def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:
     if kernels.can_normalise(means) and kernels.can_normalise(vars):
         centre, between = activations.observe(means)
         return centre, activations.observe(vars)[0], between * stats.mean.shape[1]
-    centre = stats.mean.mean(1, keepdim=True)
-    return centre, stats.var.mean(1, keepdim=True), (stats.mean - centre).square_().sum(1, keepdim=True)
+    centre, within = (t.mean(1, keepdim=True) for t in stats)
+    if means.device.type == "cpu" and means.numel() > BIG:
+        return centre, within, observe_samples(means.movedim(1, 3))[1].unsqueeze(1) * means.shape[3]
+    return centre, within, (stats.mean - centre).square_().sum(1, keepdim=True)
