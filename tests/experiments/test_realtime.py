@@ -26,7 +26,7 @@ from tribe.testing import images, ready, small_network
 from tribe.testing.shared import small as smaller
 
 CLOCK = Realtime(speed=2, cost=1.3)
-NAMES = [*methods.names(), "tribe+time", "lame+time", "tribe+guard+time"]
+NAMES = [*methods.names(), "tribe+time", "lame+time", "tribe+guard+time", "tribe+rare+time"]
 
 
 @dataclass(frozen=True)

@@ -242,6 +242,12 @@ def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[N
             signal.signal(number, before)
 
 
+KEPT_BUDGET = (
+    "a budget is measured at each start, and stored streams keep what was measured before. Name it once and for all: "
+    "--method tribe+rare --set tribe+rare.learn_every=8; `tribe serve --verbose` without --data logs what is measured"
+)
+
+
 class Server(Listener):
     """Serve a trained classifier that adapts to each stream while it predicts.
 
@@ -289,6 +295,8 @@ class Server(Listener):
         check_stream_name(name, "the name of a model")
         access = new_access(tokens, host, host_names)
         net = model if isinstance(model, Backbone) else Backbone(model)
+        if data is not None and options.get("budget") is not None:
+            raise ValueError(KEPT_BUDGET)
         streams = fleet(net, method, **options)
         require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
         built = streams.method

@@ -16,6 +16,7 @@ import tribe
 from tribe.cli import options, output
 from tribe.cli.commands import app
 from tribe.experiments import plots
+from tribe.experiments.bench.budgets import within_budget
 from tribe.experiments.bench.costs import measured_costs, read_costs
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.parallel import run_all
@@ -25,6 +26,7 @@ from tribe.experiments.store import Result
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
 from tribe.registry import nearest
+from tribe.streams.budget import Budget
 
 MethodNames = Annotated[
     str,
@@ -51,6 +53,17 @@ Costs = Annotated[
     typer.Option(
         help='With --realtime: JSON such as {"tribe": 7.25}, a step / plain inference; or a summary of --json.',
         show_default="measured once, in costs.json of --out",
+    ),
+]
+
+
+BudgetTimes = Annotated[
+    float | None,
+    typer.Option(
+        "--budget",
+        help="Let methods learn so rarely that a batch costs at most this many times plain inference on average. It is "
+        "measured once, in costs.json of --out.",
+        show_default="no limit",
     ),
 ]
 
@@ -82,6 +95,7 @@ def run(
     logits: Logits = False,
     realtime: Speed = None,
     costs: Costs = None,
+    budget: BudgetTimes = None,
 ) -> None:
     """Play a stream to some methods: live progress, a table of errors, and a chart.
 
@@ -101,7 +115,12 @@ def run(
             Realtime(realtime, 1.0)  # refuses a speed before the work
         elif costs is not None:
             raise ValueError("--costs is for runs in real time: add --realtime")
+        limit = Budget.of(budget)  # refuses one before the work
         planned, workbench = options.plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
+        if limit is not None:
+            with output.timing_bar() as show:
+                planned = within_budget(planned, limit, out, show)
+            names = [each.method.name for each in planned]
         if realtime is not None:
             planned = _clocked(names, planned, realtime, costs, out)
         experiments, device = dict(zip(names, planned, strict=True)), machine(workbench.device)

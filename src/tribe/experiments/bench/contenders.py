@@ -24,9 +24,10 @@ from tribe.core.clock import Call
 from tribe.core.kernels import Switch
 from tribe.core.state import count_bytes
 from tribe.data import models
-from tribe.methods import AnyMethod, with_fields
+from tribe.methods import AnyMethod, get_fields, with_fields
 from tribe.registry import nearest
 from tribe.streams.adapter import adapt
+from tribe.streams.budget import MOST
 
 PLAIN, CHANNELS_LAST, COMPILED = "plain", "channels-last", "compiled"
 INFERENCE = (PLAIN, CHANNELS_LAST, COMPILED)  # the network without adaptation
@@ -124,14 +125,21 @@ def _method(name: str, workload: Workload) -> Contender:
     # A memory of images has room for the values of an image.
     room = {"room": math.prod(shape)} if "room" in methods.field_names(name) else {}
     method = with_knowledge(methods.create(name, classes=workload.classes, **room), workload.backbone, tuple(shape))
-    every = getattr(method, "every", None) or 1  # a method that learns every N images; None: once a batch
     adapter = adapt(workload.backbone, method, streams=streams, graphs=workload.graphs)
     return Contender(
         partial(adapter, workload.images if streams > 1 else workload.images[0]),
         state_bytes=count_bytes(adapter.state),
-        period=every // math.gcd(every, batch),
+        period=steps_period(method, batch),
         capture_disabled_reason=lambda: adapter.capture_disabled_reason,
     )
+
+
+def steps_period(method: AnyMethod, batch: int) -> int:
+    """Return after how many batches the cost of a step repeats: some methods learn every N images, or batches."""
+    fields = get_fields(method)
+    every, rare = (fields.get(name) or 1 for name in ("every", "learn_every"))
+    rare = rare if rare < MOST else 1  # then all but the first are predictions
+    return int(every // math.gcd(every, batch) * rare)
 
 
 def with_knowledge(method: AnyMethod, net: Backbone, shape: tuple[int, ...]) -> AnyMethod:

@@ -23,7 +23,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.clock import Call, summary, time_in_turns, warm_up
 from tribe.core.graphs import Steps
 from tribe.core.precision import float32_precision
-from tribe.experiments.bench.contenders import PLAIN
+from tribe.experiments.bench.contenders import PLAIN, steps_period
 from tribe.experiments.bench.measurement import BenchProgress
 from tribe.experiments.experiment import Experiment
 from tribe.experiments.provenance import machine
@@ -32,7 +32,7 @@ from tribe.experiments.spec import canonical
 from tribe.experiments.workbench import in_precision
 from tribe.io import json_files
 from tribe.io.files import exclusive, write_atomically
-from tribe.methods import AnyMethod, get_fields
+from tribe.methods import AnyMethod
 
 FILE = "costs.json"
 BATCHES = 8  # of a timing, at least: some methods learn from every n-th batch only
@@ -97,8 +97,7 @@ def measure(experiments: Sequence[Experiment], progress: BenchProgress | None = 
             name = f"{number} {each.method.name}"
             calls.setdefault(PLAIN, _plain(net, images))
             calls[name] = _steps(net, method, images)
-            every = get_fields(method).get("every") or 1  # a method that learns every N images
-            period = every // math.gcd(every, images[0].shape[1])
+            period = steps_period(method, images[0].shape[1])
             periods[name] = period * math.ceil(BATCHES / period)
         done, total = itertools.count(1), len(calls) * (ROUNDS + 1)
 
