@@ -29,7 +29,7 @@ from tribe.core.state import Affine, Info, Stats, room_for, select
 from tribe.fields import NotNegative, Positive, Range, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.methods.method import Part
-from tribe.methods.places import Places, World, arrive, first_world, no_places, record, watch
+from tribe.methods.places import PlaceMemory, World, arrive, first_world, no_places, record, watch
 from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
@@ -46,7 +46,7 @@ class BankState(NamedTuple):
     frequency: Annotated[Tensor, TRUTH]  # (S, K) of the classes predicted lately
     probes: Probes
     world: World
-    places: Places
+    places: PlaceMemory
     key: Key
     info: Info
 

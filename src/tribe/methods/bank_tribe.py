@@ -25,7 +25,7 @@ from tribe.core.state import Affine, Info, Stats, select, tree_map
 from tribe.fields import Count, NotNegative
 from tribe.methods import Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.bank import Bank
-from tribe.methods.places import Places, World
+from tribe.methods.places import PlaceMemory, World
 from tribe.methods.probing import Probes, source_share
 
 MOST_LEARNED = 32  # images of a batch
@@ -40,7 +40,7 @@ class BankTribeState(NamedTuple):
     frequency: Annotated[Tensor, TRUTH]
     probes: Probes
     world: World
-    places: Places
+    places: PlaceMemory
     affine: Affine  # (S, C)
     adam: optim.Adam
     key: Key

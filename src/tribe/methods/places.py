@@ -41,7 +41,7 @@ class World(NamedTuple):
     new: Stats  # (S, 1, C), the same of the images after a change
 
 
-class Places(NamedTuple):
+class PlaceMemory(NamedTuple):
     """Statistics that are remembered."""
 
     stats: Stats  # (S, P, C), to normalise with
@@ -61,10 +61,10 @@ def first_world(source: Stats, first: slice, streams: int) -> World:
     return World(start(first), start(first), usual, age, look, start(every), seen, start(every))
 
 
-def no_places(source: Stats, places: int, streams: int) -> Places:
+def no_places(source: Stats, places: int, streams: int) -> PlaceMemory:
     """Return an empty memory."""
     stats, by_source = (Stats(*(t.expand(streams, places, -1).clone() for t in source)) for _ in range(2))
-    return Places(stats, by_source, torch.zeros(streams, dtype=torch.int64, device=source.mean.device))
+    return PlaceMemory(stats, by_source, torch.zeros(streams, dtype=torch.int64, device=source.mean.device))
 
 
 def merge(stats: Stats, mean: Tensor, var: Tensor, rate: Tensor) -> Stats:
@@ -150,10 +150,10 @@ class Arrival(NamedTuple):
     stats: Stats  # (S, 1, C)
     recalled: Tensor  # (S,) bool, whether they were remembered
     world: World
-    places: Places
+    places: PlaceMemory
 
 
-def arrive(arrived: Tensor, world: World, places: Places, current: Stats, source: Stats, eps: Tensor) -> Arrival:
+def arrive(arrived: Tensor, world: World, places: PlaceMemory, current: Stats, source: Stats, eps: Tensor) -> Arrival:
     """Find the place where streams (S,) have ``arrived``, and remember the one that they left.
 
     Args:
@@ -187,7 +187,9 @@ def arrive(arrived: Tensor, world: World, places: Places, current: Stats, source
     return Arrival(known | back, start, known, world, places)
 
 
-def _remember(leaves: Tensor, by_source: Stats, places: Places, current: Stats, free: Tensor, eps: Tensor) -> Places:
+def _remember(
+    leaves: Tensor, by_source: Stats, places: PlaceMemory, current: Stats, free: Tensor, eps: Tensor
+) -> PlaceMemory:
     """Keep the place that streams leave: over the nearest one if that is the same, or memory is full."""
     apart = divergence(by_source, places.by_source, eps).masked_fill(free, torch.inf)
     full = places.used == free.shape[1]
@@ -199,4 +201,4 @@ def _remember(leaves: Tensor, by_source: Stats, places: Places, current: Stats, 
         return Stats(*(torch.where(hit, b, a) for a, b in zip(memory, new, strict=True)))
 
     used = places.used + (leaves & ~over)
-    return Places(put(places.stats, current), put(places.by_source, by_source), used)
+    return PlaceMemory(put(places.stats, current), put(places.by_source, by_source), used)

@@ -1,0 +1,1 @@
+"""Study what adapting costs, and where it harms."""
