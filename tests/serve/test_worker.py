@@ -105,7 +105,7 @@ async def test_under_load_images_are_predicted_by_the_last_state_and_counted():
         hurried = await worker.infer("cam", batch(1))  # and two wait: half of what may
         assert not hurried.adapted
         assert torch.equal(hurried.logits, fleet.predict({"cam": batch(1)})["cam"])
-        assert "tribe_unlearned_images_total{model=\"tribe\",version=\"1\"} 2.0" in worker.metrics_text()
+        assert 'tribe_unlearned_images_total{model="tribe",version="1"} 2.0' in worker.metrics_text()
         fleet.go.set()
         assert all(answer.adapted for answer in await asyncio.gather(*asked))
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
