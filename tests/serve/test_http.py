@@ -89,7 +89,8 @@ def test_every_control_of_a_stream(server):
         refused(web.post(f"{url}/rollback", content=wrong), 400, "JSON")
     assert web.delete(url).status_code == 200
     refused(web.get(url), 404, "'ctl'")
-    assert web.get(f"{server.url}/v1/streams").json()["model"] == "small"
+    listed = web.get(f"{server.url}/v1/streams").json()
+    assert (listed["model"], listed["unlearned"]) == ("small", 0)
     refused(web.get(f"{server.url}/v1/streams?stored=perhaps"), 400, "$.stored")
 
 

@@ -193,6 +193,7 @@ def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit,
     """The answer of the server is replaced here: it refuses such a name."""
     known = {"images": 5, "trusted": 0.5, "entropy": 0.25, "distance": 0.125, "frozen": False, "snapshots": []}
     answer = {"model": "small", "method": "tribe", "streams": [{**known, "name": STRANGE, "state": "learning"}]}
+    answer["unlearned"] = 1234
 
     def prepare(page):
         body = json.dumps(answer)
@@ -200,6 +201,7 @@ def test_a_name_is_text_wherever_it_stands_and_an_error_is_shown_in_words(visit,
 
     page = visit(server.url, prepare=prepare, expected=("404 (Not Found)",))
     expect(page.get_by_role("rowheader", name=STRANGE, exact=True)).to_be_visible()
+    expect(page.locator("#summary")).to_contain_text("Because of load, 1,234 images were predicted without learning.")
     do(page, "Freeze", STRANGE)
     expect(page.locator("#said")).to_contain_text(f"{STRANGE} was not changed: no path")
     page.get_by_role("button", name=STRANGE, exact=True).click()

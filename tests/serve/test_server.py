@@ -29,6 +29,14 @@ def serving(**options):
     return Server(small_network(), port=0, name="small", shape=(3, 8, 8), **FIELDS, **options)
 
 
+def test_a_budget_is_resolved_at_the_first_request_and_is_refused_for_stored_streams(tmp_path):
+    with pytest.raises(ValueError, match="learn_every"):
+        serving(budget=1.5, data=tmp_path)
+    with serving(budget=tribe.Budget(4, (7.25, 1.05))) as server:
+        Client(server.url, "small").predict("cam", BATCHES[0])
+        assert server.service.worker.fleet.method.rare.learn_every == 3
+
+
 def offline(streams):
     """Return what the library computes: the logits of each stream's batches, and the states."""
     streams_of = fleet(small_network(), **FIELDS)

@@ -94,6 +94,23 @@ async def test_a_worker_that_stops_refuses_requests():
 # -- latency ----------------------------------------------------------------------------------------------------------
 
 
+async def test_under_load_images_are_predicted_by_the_last_state_and_counted():
+    fleet = Paused()
+    async with working(fleet, policy=Policy(waiting=4)) as worker:
+        for name in ("cam", "a", "b", "c"):  # all are open
+            await worker.infer(name, batch(0))
+        fleet.go.clear()
+        asked = [asyncio.create_task(worker.infer(name, batch(1))) for name in ("a", "b", "c")]  # a is stepped
+        await asyncio.sleep(0)
+        hurried = await worker.infer("cam", batch(1))  # and two wait: half of what may
+        assert not hurried.adapted
+        assert torch.equal(hurried.logits, fleet.predict({"cam": batch(1)})["cam"])
+        assert 'tribe_unlearned_images_total{model="tribe",version="1"} 2.0' in worker.metrics_text()
+        fleet.go.set()
+        assert all(answer.adapted for answer in await asyncio.gather(*asked))
+    assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
+
+
 async def test_a_prediction_does_not_wait_for_a_running_step_and_is_learned_in_order():
     fleet, clock = Paused(), Clock()
     async with working(fleet, clock=clock) as worker:

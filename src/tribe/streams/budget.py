@@ -28,6 +28,7 @@ from tribe.streams.entries import Entry
 
 MOST = 1000  # batches between two learning steps: with fewer steps it hardly learns
 ROUNDS = 5  # of a measurement; the median counts
+BLOCK = 0.02  # seconds of a timing, at least: a small network takes less than the clock can tell
 RECENT = 16  # batches whose times a deadline judges by
 TYPICAL = 0.9  # quantile of these times
 log = logging.getLogger("tribe.streams")
@@ -148,8 +149,10 @@ def measure(net: Backbone, method: AnyMethod, state: Any, x: Tensor, valid: Tens
     periods = {"learn": every // math.gcd(every, x.shape[1])}
     for call in calls.values():
         warm_up(call, x.device, 1)
-    times = time_in_turns(calls, ROUNDS, x.device, block=0.0, periods=periods)
-    return StepCosts(**{name: statistics.median(seconds) for name, seconds in times.items()})
+    times = time_in_turns(calls, ROUNDS, x.device, block=BLOCK, periods=periods)
+    plain = statistics.median(times["plain"])
+    ratios = ([own / other for own, other in zip(times[name], times["plain"], strict=True)] for name in calls)
+    return StepCosts(*(plain * statistics.median(each) for each in ratios))  # of a round: its speed may change between
 
 
 class Deadline:
