@@ -38,7 +38,7 @@ def play(adapter, batches):
 
 @pytest.mark.parametrize(("times", "every"), [(8, 1), (7.25, 1), (4, 3), (1.5, 14), (1.1, 124)])
 def test_the_mean_cost_is_within_the_budget_and_one_step_more_is_not(times, every):
-    adapter = tribe.adapt(small_network(), budget=Budget(times, COSTS))
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(times, COSTS))
     play(adapter, [0])
     assert adapter.method.rare == Rare(learn_every=every)
     learn, rest = COSTS
@@ -83,7 +83,7 @@ def times_of(calls, called):
 
 
 def test_it_measures_this_machine():
-    adapter = tribe.adapt(small_network(), budget=1e6)
+    adapter = tribe.adapt(small_network(), "tribe", budget=1e6)
     play(adapter, [0])
     assert adapter.method.rare == Rare(learn_every=1)
     found = module.measure(tribe.Backbone(small_network()), Bank(classes=CLASSES), *first_batch(Bank(classes=CLASSES)))
@@ -95,7 +95,7 @@ def first_batch(method):
 
 
 def test_a_batch_that_teaches_nothing_is_not_measured():
-    adapter = tribe.adapt(small_network(), budget=1e6)
+    adapter = tribe.adapt(small_network(), "tribe", budget=1e6)
     adapter(torch.full((6, 3, 8, 8), torch.nan))
     assert adapter._core.pace.budget is not None
     play(adapter, [0])
@@ -110,11 +110,11 @@ def test_a_method_with_its_own_field_gets_it_set():
 
 
 def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
-    first = tribe.fleet(small_network(), budget=Budget(4, COSTS))
+    first = tribe.fleet(small_network(), "tribe", budget=Budget(4, COSTS))
     first({"a": images(1, 6)[0], "b": images(1, 6)[0]})
     assert first.method.rare == Rare(learn_every=3)
     first.save("a", tmp_path / "a")
-    second = tribe.fleet(small_network(), budget=Budget(2, COSTS))
+    second = tribe.fleet(small_network(), "tribe", budget=Budget(2, COSTS))
     second.load("a", tmp_path / "a")
     assert second.method == first.method
     assert second.digest("a") == first.digest("a")
@@ -124,7 +124,7 @@ def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
 
 
 def test_a_snapshot_from_before_the_first_batch_is_restored():
-    adapter = tribe.adapt(small_network(), budget=Budget(4, COSTS))
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(4, COSTS))
     start, digest = adapter.snapshot(), adapter.digest()
     play(adapter, [0, 1])
     assert adapter.restore(start).digest() == digest
@@ -132,7 +132,7 @@ def test_a_snapshot_from_before_the_first_batch_is_restored():
 
 
 def test_nothing_is_saved_before_the_budget_is_known(tmp_path):
-    adapter = tribe.adapt(small_network(), budget=Budget(4, COSTS))
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(4, COSTS))
     with pytest.raises(ValueError, match="first batch"):
         adapter.save(tmp_path / "state")
     play(adapter, [0])
@@ -163,12 +163,12 @@ def test_a_budget_and_its_field_are_not_given_together():
 
 
 def test_a_budget_in_which_it_would_never_learn_names_the_smallest_and_loses_nothing():
-    adapter = tribe.adapt(small_network(), budget=Budget(1.05, COSTS))
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(1.05, COSTS))
     for _ in range(2):
         with pytest.raises(ValueError, match=r"1\.06"):
             play(adapter, [0])
     assert adapter.info[0].images == 0
-    enough = tribe.adapt(small_network(), budget=Budget(1.06, COSTS))
+    enough = tribe.adapt(small_network(), "tribe", budget=Budget(1.06, COSTS))
     play(enough, [0])
     assert enough.method.rare.learn_every <= module.MOST
 
@@ -274,3 +274,16 @@ def test_a_frozen_adapter_has_no_deadline(tmp_path):
 def test_a_deadline_that_makes_no_sense_is_refused(ms):
     with pytest.raises(ValueError, match="milliseconds above 0"):
         tribe.adapt(small_network(), deadline_ms=ms)
+
+
+def test_without_a_method_a_budget_takes_the_one_that_follows_in_one_pass():
+    """Catches a budget that is refused where statistics could still follow the images."""
+    for times, every in ((1.5, 5), (1.1, 0)):
+        adapter = tribe.adapt(small_network(), budget=tribe.Budget(times, (3.0, 1.1)))
+        adapter(images(1, 6)[0])
+        assert adapter.method.name == "bank-tribe"
+        assert adapter.method.learn_every == every
+    adapter = tribe.adapt(small_network(), budget=tribe.Budget(1.05, (3.0, 1.1)))
+    with pytest.warns(UserWarning, match="1.10 x"):
+        adapter(images(1, 6)[0])
+    assert adapter.method.learn_every == 0

@@ -22,7 +22,7 @@ from tribe.core.augment import Augment, View, view
 from tribe.core.bounds import TRUTH
 from tribe.core.moments import accumulation_dtype
 from tribe.core.state import Affine, Info, Stats, select, tree_map
-from tribe.fields import Count, NotNegative
+from tribe.fields import NotNegative, Range
 from tribe.methods import Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.bank import Bank
 from tribe.methods.places import PlaceMemory, World
@@ -52,7 +52,8 @@ class BankTribeState(NamedTuple):
 class BankTribe(Bank):
     """A bank of speeds that learns. A field that is None gets a value for the number of classes."""
 
-    learn_every: Count = 4  # batches, of which the first is learned from
+    # Batches, of which the first is learned from; 0: none, a bank alone.
+    learn_every: Annotated[int, Range(low=0)] = 4
     h0: NotNegative | None = None  # share of log K below which the entropy of a prediction makes it trusted
     lambda_anc: NotNegative = 0.5  # weight of the anchored loss
     lr: NotNegative = 1e-3  # Adam's learning rate
@@ -62,6 +63,7 @@ class BankTribe(Bank):
     works_on = ("affine", "statistics")
     small = {"probe": 2, "learn_every": 2}
     rare_field = "learn_every"
+    follows_without_learning = True
 
     def defaults(self) -> dict[str, object]:
         """Return those of the bank, and TRIBE's h0."""
@@ -83,6 +85,8 @@ class BankTribe(Bank):
         """Predict and update the statistics; now and then, learn."""
         update = super().adapt(net, state, batch)
         assert update.seen is not None
+        if not self.learn_every:
+            return update
         rows = (state.key.clock % self.learn_every == 0).nonzero()[:, 0]
         if not len(rows):
             return update

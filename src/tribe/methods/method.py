@@ -74,6 +74,7 @@ class Method(ABC):
     per_class: ClassVar[str | None] = None  # what it keeps for each class, for methods that require `classes`
     # Its field of how many batches there are between two learning steps, if it has one; None: see tribe.methods.rare.
     rare_field: ClassVar[str | None] = None
+    follows_without_learning: ClassVar[bool] = False  # whether that may be 0, never: its statistics still adapt
     # How a step is captured in CUDA graphs: as a whole, in segments (see tribe.core.graphs) because the host reads
     # values in the middle of it, or not at all.
     capture: ClassVar[Literal["whole", "segments", "never"]] = "whole"

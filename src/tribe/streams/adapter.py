@@ -27,7 +27,7 @@ from tribe.methods import AnyMethod, Pipeline
 from tribe.methods.building import backbone_for, build_method
 from tribe.methods.encoding import method_from_file
 from tribe.streams.batching import Arrived
-from tribe.streams.budget import Budget, Deadline, Pace
+from tribe.streams.budget import Budget, Deadline, Pace, choose_method
 from tribe.streams.core import Streams
 
 NAME = "adapter"  # of the only entry
@@ -36,7 +36,7 @@ NAME = "adapter"  # of the only entry
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def adapt(
     model: nn.Module | Backbone,
-    method: str | AnyMethod = "tribe",
+    method: str | AnyMethod | None = None,
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -57,7 +57,8 @@ def adapt(
     Args:
         model: a classifier with normalisation layers; it is copied, never changed. It takes images in [0, 1] and
             normalises them itself (see `tribe.Normalize`). A `Backbone` is used as it is.
-        method: a name from ``tribe.methods.names()``, or a method.
+        method: a name from ``tribe.methods.names()``, or a method. None: "tribe"; with a budget "bank-tribe", if the
+            network has BatchNorm.
         time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.filters`. A name
             from ``tribe.filters.names()``, or a filter. None: every image is predicted as if it stood alone.
         guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and goes back. One of
@@ -88,8 +89,8 @@ def adapt(
         >>> adapter.info[1].images
         16
     """
-    net = backbone_for(model, method, alone=time is None and not guard and not health)
-    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
+    net = backbone_for(model, method or "tribe", alone=time is None and not guard and not health)
+    built = build_method(net, choose_method(method, net, budget), time, classes, fields, resolve_guard(guard, health))
     pace = Pace(Budget.of(budget), Deadline.of(deadline_ms))
     core = Streams(
         net,

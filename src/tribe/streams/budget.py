@@ -93,12 +93,16 @@ class Budget:
         """Return the method that learns as often as the budget allows.
 
         Raises:
-            ValueError: it would never learn.
+            ValueError: it would never learn, and does nothing else.
         """
         learn, rest = (Fraction(cost) / Fraction(costs.plain) for cost in costs[:2])
         spare, more = Fraction(self.times) - rest, max(learn - rest, Fraction(0))
         found = f"a batch that it learns from takes {float(learn):.2f} x plain inference, another {float(rest):.2f} x"
         if more > spare * MOST:
+            if Pipeline.of(method).method.follows_without_learning:
+                if spare < 0:
+                    warn(f"a budget of {self.times:g} is less than {method.name} needs without learning: {found}")
+                return with_fields(method, **{rare_field(method): 0})
             least = math.ceil(100 * (rest + more / MOST)) / 100
             raise ValueError(
                 f"a budget of {self.times:g} is too small for {method.name} on this machine: {found}. The smallest is "
@@ -107,6 +111,13 @@ class Budget:
         every = max(1, math.ceil(more / spare)) if more else 1
         log.info("budget %g: %s learns from one batch in %d; %s", self.times, method.name, every, found)
         return with_fields(method, **{rare_field(method): every})
+
+
+def choose_method(method: str | AnyMethod | None, net: Backbone, budget: float | Budget | None) -> str | AnyMethod:
+    """Return the method that a person names, or the one to take without a name."""
+    if method is not None:
+        return method
+    return "bank-tribe" if budget is not None and net.has_statistics else "tribe"
 
 
 def rare_field(method: AnyMethod) -> str:
@@ -238,7 +249,7 @@ class Pace:
     def adopt(self, method: AnyMethod, name: str, fields: Mapping[str, Any]) -> AnyMethod:
         """Return the method with what a state file says of its budget, if this one is not resolved yet."""
         field = rare_field(method)
-        if self.budget is None or name != method.name or not is_whole(fields.get(field), least=1):
+        if self.budget is None or name != method.name or not is_whole(fields.get(field), least=0):
             return method
         return with_fields(method, **{field: fields[field]})
 

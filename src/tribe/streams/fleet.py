@@ -18,7 +18,7 @@ from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
 from tribe.methods.building import build_method
 from tribe.methods.source import Source
 from tribe.streams.batching import Arrived, EntryGroup, gather
-from tribe.streams.budget import Budget, Pace
+from tribe.streams.budget import Budget, Pace, choose_method
 from tribe.streams.core import Streams, check_seed
 from tribe.streams.names import check_name
 
@@ -26,7 +26,7 @@ from tribe.streams.names import check_name
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def fleet(
     model: nn.Module | Backbone,
-    method: str | AnyMethod = "tribe",
+    method: str | AnyMethod | None = None,
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -65,7 +65,7 @@ def fleet(
     net = model if isinstance(model, Backbone) else Backbone(model)
     if net.dense:
         raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
-    built = build_method(net, method, time, classes, fields, resolve_guard(guard, health))
+    built = build_method(net, choose_method(method, net, budget), time, classes, fields, resolve_guard(guard, health))
     pace = Pace(Budget.of(budget), None)
     return Fleet(
         net,
