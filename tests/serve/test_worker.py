@@ -42,6 +42,15 @@ async def test_a_request_is_stepped_and_says_so():
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(seed) for seed in range(3)])
 
 
+async def test_a_request_between_learning_steps_says_that_it_was_not_learned_from():
+    fleet = tribe.fleet(small_network(), "tribe+rare", learn_every=2, h0=2.0, exact=True)
+    async with working(fleet) as worker:
+        answers = [await worker.infer("cam", batch(seed)) for seed in range(3)]
+    assert [answer.adapted for answer in answers] == [True, False, True]
+    assert [answer.clock for answer in answers] == [1, 2, 3]
+    assert fleet.digest("cam") == replay(fleet, "cam", [batch(seed) for seed in range(3)])
+
+
 async def test_a_request_without_a_stream_is_predicted_by_the_source_model():
     fleet = new_fleet()
     async with working(fleet) as worker:
@@ -102,11 +111,13 @@ async def test_under_load_images_are_predicted_by_the_last_state_and_counted():
         fleet.go.clear()
         asked = [asyncio.create_task(worker.infer(name, batch(1))) for name in ("a", "b", "c")]  # a is stepped
         await asyncio.sleep(0)
-        hurried = await worker.infer("cam", batch(1))  # and two wait: half of what may
-        assert not hurried.adapted
-        assert torch.equal(hurried.logits, fleet.predict({"cam": batch(1)})["cam"])
-        assert 'tribe_unlearned_images_total{model="tribe",version="1"} 2.0' in worker.metrics_text()
-        fleet.go.set()
+        try:
+            hurried = await worker.infer("cam", batch(1))  # and two wait: half of what may
+            assert not hurried.adapted
+            assert torch.equal(hurried.logits, fleet.predict({"cam": batch(1)})["cam"])
+            assert 'tribe_unlearned_images_total{model="tribe",version="1"} 2.0' in worker.metrics_text()
+        finally:
+            fleet.go.set()
         assert all(answer.adapted for answer in await asyncio.gather(*asked))
     assert fleet.digest("cam") == replay(fleet, "cam", [batch(0)])
 

@@ -221,6 +221,7 @@ class Worker:
     def _stepped(self, future: "asyncio.Future[list[Outcome]]") -> None:
         now, running = self.clock(), self.scheduler.stepping
         assert running is not None
+        rare = Pipeline.of(self.fleet.method).rare
         self.metrics.step_seconds.observe(now - running.since)
         for job, outcome in zip(running.jobs, future.result(), strict=True):
             session = self.sessions.by_name.get(job.stream or "")
@@ -236,7 +237,9 @@ class Worker:
                 if job.request_id is not None:
                     session.recent.append(job.request_id)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
-                outcome = outcome._replace(adapted=session.clock != before and not lost, clock=session.clock)
+                due = rare is None or before % rare.learn_every == 0
+                adapted = session.clock != before and due and not lost
+                outcome = outcome._replace(adapted=adapted, clock=session.clock)
             kind = "adapted" if isinstance(outcome, InferResult) and outcome.adapted else "unchanged"
             if kind == "adapted" and job.user is not None:
                 job.user.used["learned"] += job.size
