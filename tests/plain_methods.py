@@ -780,26 +780,33 @@ def bank(net, xs, method, events=None):
         mixed = [[sum(w * both[j] for w, both in zip(weights, by, strict=True)) for j in (0, 1)] for by in pairs]
         logits = network.run(x, mixed)
         outputs.append(logits)
-        observed = list(range(0, len(x), min(method.observe, max(1, len(x) // 16))))
-        each = len(x) / len(observed)  # images that an observed one stands for
-        labels, keep = logits[observed].argmax(1).tolist(), math.exp(-len(x) / method.horizon)
-        seldom = [min(1 / (classes * frequency[label]), 10.0) / len(observed) for label in labels]
-        surprise = [sum(w * network.surprise(s, b) for w, b in zip(seldom, observed, strict=True)) for s in foreseen]
-        score = [keep * old + (1 - keep) * (new - surprise[0]) for old, new in zip(score, surprise, strict=True)]
-        frequency = [keep * f + (1 - keep) * labels.count(k) / len(observed) for k, f in enumerate(frequency)]
-        conventions = {"gamma": method.gamma, "pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
-        for v, eta in enumerate(method.speeds):
-            for i, layer in enumerate(layers):
-                pixels, valid = inputs[layer][observed].flatten(2).numpy(), [True] * len(labels)
-                result = reference.balanced(pixels, labels, valid, *known[v][i], eta=min(1, each * eta), **conventions)
-                known[v][i] = [result.class_mean, result.class_var]
-                foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
+        observed = [b for b in range(len(x)) if (count + b) % method.observe == 0]
+        each = method.observe  # images that an observed one stands for
+        if observed:
+            labels, keep = logits[observed].argmax(1).tolist(), math.exp(-len(observed) * each / method.horizon)
+            seldom = [min(1 / (classes * frequency[label]), 10.0) / len(observed) for label in labels]
+            surprise = [
+                sum(w * network.surprise(s, b) for w, b in zip(seldom, observed, strict=True)) for s in foreseen
+            ]
+            score = [keep * old + (1 - keep) * (new - surprise[0]) for old, new in zip(score, surprise, strict=True)]
+            frequency = [keep * f + (1 - keep) * labels.count(k) / len(observed) for k, f in enumerate(frequency)]
+            conventions = {"gamma": method.gamma, "pooled_ddof": 1, "rate_cap": True, "gamma_over": "present"}
+            for v, eta in enumerate(method.speeds):
+                for i, layer in enumerate(layers):
+                    pixels, valid = inputs[layer][observed].flatten(2).numpy(), [True] * len(labels)
+                    result = reference.balanced(
+                        pixels, labels, valid, *known[v][i], eta=min(1, each * eta), **conventions
+                    )
+                    known[v][i] = [result.class_mean, result.class_var]
+                    foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
+        count += len(x)
         if not method.probe:
             continue
-        world.watch(pixels_of(inputs[layers[0]][observed]), len(x))
+        if observed:
+            world.watch(pixels_of(inputs[layers[0]][observed]), len(observed) * each)
         looking = world.look
-        chosen = [b for b in range(len(x)) if (b < looking if looking else (count + b) % method.probe == 0)]
-        count += len(x)
+        before = count - len(x)
+        chosen = [b for b in range(len(x)) if (b < looking if looking else (before + b) % method.probe == 0)]
         if not chosen:
             continue
         by_source = network.run(x[chosen], source).softmax(1).numpy()

@@ -40,7 +40,7 @@ def test_a_pass_records_the_moments_of_images(
     x, net = torch.rand(rows * batch, *shape), Backbone(model)
     x = x.contiguous(memory_format=torch.channels_last) if last else x
     with torch.no_grad():
-        _, _, moments = net(x.unflatten(0, (rows, batch)), *net.source(rows), Recorded(every))
+        _, _, moments = net(x.unflatten(0, (rows, batch)), *net.source(rows), Recorded(every=every))
     pixels = x.double().unflatten(0, (rows, batch))[:, ::every]
     assert moments.mean.shape == pixels.shape[:3]
     assert gap(moments.mean, pixels.mean((3, 4))) < 1e-6
@@ -54,7 +54,7 @@ def test_a_pass_of_the_source_has_the_bits_of_the_network() -> None:
     with torch.no_grad():
         expected = model(x[0].contiguous(memory_format=torch.channels_last))
         assert torch.equal(net(x, *net.source(), FROZEN).logits[0], expected)
-        assert torch.equal(net(x, *net.source(), Recorded(2)).logits[0], expected)
+        assert torch.equal(net(x, *net.source(), Recorded(1, 2)).logits[0], expected)
 
 
 @each_model

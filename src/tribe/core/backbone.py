@@ -452,7 +452,7 @@ class Backbone(nn.Module):
             return current.stats
         by_slot = [current.kept.get(slot.index) or current.stats.layer(slot.columns, slot.index) for slot in self.slots]
         if isinstance(current.norm, Recorded):  # moments of samples, of other shape than statistics
-            shape = current.rows, current.valid[:, :: current.norm.every].shape[1]
+            shape = current.rows, current.valid[:, current.norm.part].shape[1]
             if len(current.kept) < len(self.slots):
                 by_slot = [(mean.expand(*shape, -1), var.expand(*shape, -1)) for mean, var in by_slot]
             return Stats(*(torch.cat(ts, -1).view(*shape, -1) for ts in zip(*by_slot, strict=True)))

@@ -62,7 +62,13 @@ class Frozen:
 class Recorded(Frozen):
     """The stored statistics, for every batch; the pass returns the moments of samples (R, n, C) in place of them."""
 
-    every: int = 1  # the first sample of so many is recorded
+    first: int = 0  # of the samples of each row, from this one
+    every: int = 1  # one in so many is recorded
+
+    @property
+    def part(self) -> slice:
+        """Return which samples are recorded."""
+        return slice(self.first, None, self.every)
 
 
 def pool_batch(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

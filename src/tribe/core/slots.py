@@ -201,14 +201,14 @@ class StatisticsSlot(Slot):
         if current.stored is not None and self.tracked and fits:
             if isinstance(norm, Recorded):
                 seen = x.detach() if x.requires_grad else x
-                current.kept[self.index] = observe_samples(seen[:: norm.every])
+                current.kept[self.index] = observe_samples(seen[norm.part])
             mean, var, scale, shift = current.stored[self.index]
             own = scale if self.has_weight else None, shift if self.has_bias else None
             y = torch.batch_norm(x, *own, mean, var, False, 0.0, self.layer_eps, False)
             return y.relu_() if self.relu else y
         if isinstance(norm, Recorded):
             with torch.no_grad(), full_precision(x.device.type):
-                current.kept[self.index] = observe(self.unfold(x, current)[:, :: norm.every], epilogue.offset)
+                current.kept[self.index] = observe(self.unfold(x, current)[:, norm.part], epilogue.offset)
         stats = current.stats.layer(self.columns, self.index)
         if norm.observes:  # the second call of a layer continues from the first
             stats = current.kept.get(self.index) or stats

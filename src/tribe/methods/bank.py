@@ -34,7 +34,6 @@ from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
 MOST_WEIGHT = 10.0  # of an image of a rare class, relative to the mean
-LEAST_OBSERVED = 16  # images of a batch, if it has so many
 
 
 class BankState(NamedTuple):
@@ -61,8 +60,8 @@ class Bank(Method):
     bonus: NotNegative = 0.05  # by which the source's score is better than it measures
     temperature: Positive = 0.02  # of the weights: lower decides harder
     horizon: Positive = 300.0  # images over which scores and frequencies are averaged
-    observe: Annotated[int, Range(low=1)] = 4  # in batches of 32 and more, an image in so many is observed
-    probe: Annotated[int, Range(low=0)] = 16  # an image in so many also passes the source; 0: none does
+    observe: Annotated[int, Range(low=1)] = 4  # an image in so many is observed
+    probe: Annotated[int, Range(low=0)] = 32  # an image in so many also passes the source; 0: none does
     memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with probe=0 there are none
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
@@ -141,18 +140,39 @@ class Bank(Method):
     def adapt(self, net: Backbone, state: BankState, batch: ScreenedBatch) -> Update:
         """Predict, score the speeds, update the statistics, and compare some predictions with the source's."""
         deployed = batch.deploy(net, state)
-        step = min(self.observe, max(1, batch.x.shape[1] // LEAST_OBSERVED))
-        logits, _, moments = net(batch.x, deployed.affine, deployed.stats, Recorded(step), valid=batch.valid)
+        order = batch.valid.long().cumsum(1) - 1 + state.info.images.unsqueeze(1)  # (S, B), of each image in its stream
+        observed = batch.valid & (order % self.observe == 0)
+        part = self._part(observed, batch.valid)
+        norm = deployed.norm if part is None else Recorded(part.start or 0, part.step or 1)
+        logits, _, moments = net(batch.x, deployed.affine, deployed.stats, norm, valid=batch.valid)
         seen = batch.valid & finite(logits)
         logits = mask_logits(logits, seen)
         if batch.on_prediction is not None:
             batch.on_prediction(logits)
-        spare = None if batch.retired is None else batch.retired.stats
-        observed = logits[:, ::step].argmax(-1), seen[:, ::step]
-        new = self._follow(net, state, moments, *observed, spare, seen.shape[1] / observed[1].shape[1])
+        new = state
+        if part is not None:
+            spare, shown = None if batch.retired is None else batch.retired.stats, (observed & seen)[:, part]
+            new = self._follow(net, state, moments, logits[:, part].argmax(-1), shown, spare, self.observe)
+            if self.probe:
+                first = self._first_layer(net)
+                early, weight = Stats(*(t[..., first] for t in moments)), shown.to(moments.mean.dtype)
+                new = new._replace(
+                    world=watch(state.world, early, self.observe * weight.sum(1), weight, net.eps[first])
+                )
+            new = select(shown.any(1), new, state)
         if self.probe:
-            new = self._probe(net, state, new, batch.x, logits, seen, moments, step)
+            new = self._probe(net, state, new, batch.x, logits, seen)
         return Update(logits, new, seen=seen)
+
+    def _part(self, observed: Tensor, valid: Tensor) -> slice | None:
+        """Return the part of a batch that holds the images to observe (S, B); None: there are none."""
+        if self.observe == 1:
+            return slice(None)
+        if not observed.any():
+            return None
+        if len(observed) > 1 or not valid.all():
+            return slice(None)
+        return slice(int(observed.byte().argmax()), None, self.observe)
 
     def _follow(
         self,
@@ -186,33 +206,22 @@ class Bank(Method):
         return state._replace(stats=stats, pooled=pooled, score=score, frequency=frequency)
 
     def _probe(
-        self,
-        net: Backbone,
-        old: BankState,
-        new: BankState,
-        x: Tensor,
-        logits: Tensor,
-        seen: Tensor,
-        moments: Stats,
-        step: int,
+        self, net: Backbone, old: BankState, new: BankState, x: Tensor, logits: Tensor, seen: Tensor
     ) -> BankState:
         """Pass some images through the source too; where the world has changed, begin at the place that it is."""
-        first = self._first_layer(net)
-        shown, images = Stats(*(t[..., first] for t in moments)), seen.sum(1).to(moments.mean.dtype)
-        world = watch(old.world, shown, images, seen[:, ::step].to(images.dtype), net.eps[first])
-        order = seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
+        world, order = new.world, seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
         looking = (world.look > 0).unsqueeze(1)
         due = (order + old.info.images.unsqueeze(1)) % self.probe == 0
         chosen = seen & torch.where(looking, order < world.look.unsqueeze(1), due)
         index = chosen.flatten().nonzero()[:, 0]
         if not len(index):
-            return new._replace(world=world)
+            return new
         source, stats = net.source()
         passed = net(x.flatten(0, 1)[index].unsqueeze(0), source, stats, Recorded())
         by_source = Stats(*(_spread(t[0], index, seen.shape) for t in passed.stats))
         passed_logits = _spread(passed.logits[0], index, seen.shape)
         both = chosen & finite(passed_logits)
-        weight = both.to(images.dtype)
+        weight = both.to(logits.dtype)
         probes = add_probes(old.probes, mask_logits(passed_logits, both), logits, weight * ~looking)
         world = record(world, by_source, weight)
         arrived = looking[:, 0] & (world.look == 0)
