@@ -727,7 +727,8 @@ class Watched:
         for layer in self.layers:
             layer.register_forward_pre_hook(lambda m, args: self.inputs.update({m: args[0].clone()}))
 
-    def run(self, x, statistics):
+    def run(self, x, statistics, share=1.0):
+        """Pass images; share: of the source in the parameters, all of them here."""
         for layer, (mean, var) in zip(self.layers, statistics, strict=True):
             layer.running_mean.copy_(mean), layer.running_var.copy_(var)
         return self.module(x)
@@ -750,35 +751,84 @@ class Watched:
             terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
         return float(torch.cat(terms).mean())
 
+    def begin(self):
+        """Begin again with the source's parameters, from which nothing has moved."""
+
+    def learn(self, number, x, teacher, statistics):
+        """Learn nothing from a batch."""
+
+
+class Learning(Watched):
+    """The same, whose parameters learn by TRIBE's loss."""
+
+    def __init__(self, net, method):
+        super().__init__(net)
+        self.method, self.anchor, self.student = method, Watched(net), Watched(net)
+
+    def parameters(self):
+        """Scales and shifts of what predicts, of the student and of the source, layer by layer."""
+        every = zip(self.layers, self.student.layers, self.anchor.layers, strict=True)
+        return [tuple(getattr(m, name) for m in by) for by in every for name in ("weight", "bias")]
+
+    def begin(self):
+        for _, own, source in self.parameters():
+            own.requires_grad_(True).data.copy_(source)
+        self.adam, self.steps = torch.optim.Adam([own for _, own, _ in self.parameters()], lr=self.method.lr), 0
+
+    def run(self, x, statistics, share=1.0):
+        for now, own, source in self.parameters():
+            now.copy_((1 - share) * own.detach() + share * source)
+        return super().run(x, statistics)
+
+    def learn(self, number, x, teacher, statistics):
+        apart = math.ceil(len(x) / 32)
+        x, teacher = x[::apart], teacher[::apart]
+        trusted = entropies(teacher) < self.method.h0 * math.log(teacher.shape[1])
+        if number % self.method.learn_every or not trusted.any():
+            return
+        views = torch.cat((self.method.augment(x), x)[: 2 if self.method.lambda_anc else 1])
+        student, *again = (logits[trusted] for logits in self.student.run(views, statistics).split(len(x)))
+        loss = nn.functional.cross_entropy(student, teacher[trusted].argmax(1))
+        for logits in again:
+            anchored = nn.functional.mse_loss(logits, self.anchor.run(x, statistics)[trusted])
+            loss = loss + self.method.lambda_anc * anchored
+        descend(self.adam, loss)
+        self.steps += 1
+
 
 def joined(statistics):
     """Raw moments of all layers, from mean and variance of each."""
     return raw(*(torch.cat(ts).numpy() for ts in zip(*statistics, strict=True)))
 
 
-def bank(net, xs, method, events=None):
+def bank(net, xs, method, events=None, network=None):
     """The bank of speeds, beyond the paper: one pass, moments of each image, Balanced BN by the slow loop.
 
-    What was decided after a change is noted in ``events``.
+    What was decided after a change is noted in ``events``; ``network`` may learn.
     """
-    network, classes, speeds = Watched(net), net.classes, len(method.speeds)
+    network, classes, speeds = network or Watched(net), net.classes, len(method.speeds)
     layers, source, inputs = network.layers, network.source, network.inputs
     world = PlainWorld(joined(source), layers[0].num_features, network.eps, method.memory)
 
     def begin(statistics):
         """Statistics of all classes at every speed, pooled ones of the source and of every speed, and frequencies."""
+        network.begin()
         known = [[[t.expand(classes, -1).numpy() for t in both] for both in statistics] for _ in method.speeds]
         return known, [source, *(list(statistics) for _ in method.speeds)], [1 / classes] * classes
 
     known, foreseen, frequency = begin(source)
     score, outputs, count, probes = [0.0] * (speeds + 1), [], 0, PlainProbes(classes)
-    for x in xs:
+    for number, x in enumerate([*xs, None]):
         powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(speeds + 1)]
         share = probes.source_share() if method.probe else 0
         weights = [share * (v == 0) + (1 - share) * power / sum(powers) for v, power in enumerate(powers)]
         pairs = zip(*foreseen, strict=True)  # of every layer
         mixed = [[sum(w * both[j] for w, both in zip(weights, by, strict=True)) for j in (0, 1)] for by in pairs]
-        logits = network.run(x, mixed)
+        if number:
+            network.learn(number - 1, xs[number - 1], outputs[-1], mixed)
+        if x is None:
+            break
+        logits = network.run(x, mixed, share)
         outputs.append(logits)
         observed = [b for b in range(len(x)) if (count + b) % method.observe == 0]
         each = method.observe  # images that an observed one stands for
@@ -827,6 +877,14 @@ def bank(net, xs, method, events=None):
     means = [torch.from_numpy(mean) for mean, _ in known[0]]
     named = {"stats.mean": torch.cat(means, 1), "score": torch.tensor(score, dtype=torch.float64)}
     return outputs, named | (named_places(probes, world, method.memory) if method.probe else {})
+
+
+def bank_tribe(net, xs, method, events=None):
+    """The bank of speeds with affine parameters that learn, now and then, by TRIBE's loss."""
+    network = Learning(net, method)
+    outputs, named = bank(net, xs, method, events, network)
+    weights, biases = ([getattr(layer, name) for layer in network.student.layers] for name in ("weight", "bias"))
+    return outputs, named | learned(weights, biases) | {"adam.steps": torch.tensor(network.steps)}
 
 
 def named_places(probes, world, memory):

@@ -1,6 +1,7 @@
 """Every method against a plain PyTorch loop, written from the equations of its paper: see `plain_methods`."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ def two_worlds():
 
 SOURCES = varied(7, first=50)
 STREAM = torch.cat(varied(8), 1)[:, :69]
+STREAM_OF_MANY = torch.cat(varied(19), 1)[:, :167].split((9, 36, 9, 70, 9, 34), 1)  # of 36, 70 and 34 a part learns
 SETTINGS = {
     "pl": Setting(),
     "lame": Setting(
@@ -63,6 +65,7 @@ SETTINGS = {
     "note": Setting(lambda: STREAM[:, :35].split((1, 3, 12, 19), 1), partial(even_network, varied(8))),
     "sotta": Setting(lambda: STREAM.split(23, 1), partial(even_network, varied(8), sure=1.5), atol=1e-6),
     "bank": Setting(partial(varied, 6), partial(even_network, varied(6))),
+    "bank-tribe": Setting(lambda: STREAM_OF_MANY, partial(even_network, STREAM_OF_MANY)),
     "bdn": Setting(two_worlds, partial(even_network, varied(4))),
     # The least certain batches first: a student that equals its teacher has no gradient, Adam steps along rounding.
     "cotta": Setting(lambda: [batches(4, batch=6)[seed] for seed in (1, 0, 2, 3)], atol=1e-8),
@@ -76,6 +79,7 @@ PETTA = {"augment": darker, "size": 12, "lr": 5e-3}
 MEMORY = {"size": 10, "room": 192, "lr": 1e-2}
 SOTTA = {**MEMORY, "c_0": 0.5, "rho": 0.3, "every": 23}
 BDN = {"layer": "1", "domains": 8, "gamma": 0.0, "eta": 0.3}
+BANK_TRIBE = {"horizon": 50.0, "probe": 5, "lr": 1e-2, "augment": darker}
 COTTA = {"p": 0.0, "n": 7, "chunk": 3, "alpha": 0.9, "lr": 1e-2}
 CASES = [
     ("pl", {}),
@@ -109,6 +113,10 @@ CASES = [
     ("bank", {"bonus": 0.01, "horizon": 20.0, "probe": 0, "observe": 1}),
     ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "probe": 0, "observe": 1}),
     *(("bank", {"horizon": 20.0, "probe": probe, "observe": 1}) for probe in (1, 2, 5)),
+    *(
+        ("bank-tribe", {**BANK_TRIBE, "learn_every": every, "lambda_anc": anchored, "h0": h0})
+        for every, anchored, h0 in itertools.product((1, 3), (0.0, 0.5), (0.5, 0.9))
+    ),
     ("bdn", {**BDN, "eta": 0.1, "gamma": 0.3}),
     ("bdn", {**BDN, "confident": False}),
     ("bdn", {**BDN, "domains": 3}),
@@ -130,7 +138,7 @@ def test_a_method_equals_a_plain_loop(name, fields):
 
 def assert_equals_plain_loop(method, net, xs, atol):
     outputs, state = play(method, net, xs)
-    expected, named = getattr(plain, method.name)(net, [x[0] for x in xs], method)
+    expected, named = getattr(plain, method.name.replace("-", "_"))(net, [x[0] for x in xs], method)
     for y, wanted in zip(outputs, expected, strict=True):
         torch.testing.assert_close(y[0], wanted, rtol=0, atol=atol)
     ends, start = leaves(state), leaves(method.init(net))

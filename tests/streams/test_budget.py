@@ -109,6 +109,16 @@ def test_a_method_with_its_own_field_gets_it_set():
     assert adapter.method == replace(method, learn_every=14)
 
 
+def test_a_bank_that_learns_gets_as_many_steps_as_the_budget_buys():
+    adapter = tribe.adapt(small_network(), "bank-tribe", budget=Budget(1.5, costs=(3.0, 1.1)))
+    play(adapter, range(6))
+    assert adapter.method == tribe.methods.create("bank-tribe", classes=CLASSES, learn_every=5)
+    assert adapter.state.adam.steps.tolist() == [2]  # 1.1 + 1.9 / 5 <= 1.5, and 1.1 + 1.9 / 4 is more
+    less = tribe.adapt(small_network(), "bank-tribe", budget=Budget(1.05, costs=(3.0, 1.1)))
+    with pytest.raises(ValueError, match=r"1\.11"):  # 1.1 + 1.9 / 1000
+        play(less, [0])
+
+
 def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
     first = tribe.fleet(small_network(), "tribe", budget=Budget(4, COSTS))
     first({"a": images(1, 6)[0], "b": images(1, 6)[0]})
