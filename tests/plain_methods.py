@@ -820,7 +820,7 @@ def bank(net, xs, method, events=None, network=None):
     score, outputs, count, probes = [0.0] * (speeds + 1), [], 0, PlainProbes(classes)
     for number, x in enumerate([*xs, None]):
         powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(speeds + 1)]
-        share = probes.source_share() if method.probe else 0
+        share = probes.source_share() if method.compare else 0
         weights = [share * (v == 0) + (1 - share) * power / sum(powers) for v, power in enumerate(powers)]
         pairs = zip(*foreseen, strict=True)  # of every layer
         mixed = [[sum(w * both[j] for w, both in zip(weights, by, strict=True)) for j in (0, 1)] for by in pairs]
@@ -850,13 +850,13 @@ def bank(net, xs, method, events=None, network=None):
                     known[v][i] = [result.class_mean, result.class_var]
                     foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
         count += len(x)
-        if not method.probe:
+        if not method.compare:
             continue
         if observed:
             world.watch(pixels_of(inputs[layers[0]][observed]), len(observed) * each)
         looking = world.look
         before = count - len(x)
-        chosen = [b for b in range(len(x)) if (b < looking if looking else (before + b) % method.probe == 0)]
+        chosen = [b for b in range(len(x)) if (b < looking if looking else (before + b) % method.compare == 0)]
         if not chosen:
             continue
         by_source = network.run(x[chosen], source).softmax(1).numpy()
@@ -876,7 +876,7 @@ def bank(net, xs, method, events=None, network=None):
             score, probes = [0.0, *[-ahead] * speeds], PlainProbes(classes)
     means = [torch.from_numpy(mean) for mean, _ in known[0]]
     named = {"stats.mean": torch.cat(means, 1), "score": torch.tensor(score, dtype=torch.float64)}
-    return outputs, named | (named_places(probes, world, method.memory) if method.probe else {})
+    return outputs, named | (named_places(probes, world, method.memory) if method.compare else {})
 
 
 def bank_tribe(net, xs, method, events=None):

@@ -39,7 +39,7 @@ STREAM = travel()
 
 
 def bank(**fields):
-    return methods.create("bank", **{"classes": CLASSES, "speeds": (0.05,), "probe": 5, **fields})
+    return methods.create("bank", **{"classes": CLASSES, "speeds": (0.05,), "compare": 5, **fields})
 
 
 def assert_close(state, other, without=("info", "key"), atol=1e-9):
@@ -70,10 +70,10 @@ def assert_travels_as_the_plain_loop(method, batch):
 # -- the plain loop ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("probe", [1, 5])
+@pytest.mark.parametrize("compare", [1, 5])
 def test_observed_images_of_large_batches_stand_for_the_others(probe):
     xs = [torch.cat(varied(4, first=4 * i), 1) for i in range(3)] + varied(1, batch=50, first=20)
-    method = bank(speeds=(0.3, 0.02), horizon=50.0, probe=probe, observe=2)
+    method = bank(speeds=(0.3, 0.02), horizon=50.0, compare=probe, observe=2)
     assert_equals_plain_loop(method, even_network(xs), xs, 1e-9)
 
 
@@ -277,7 +277,11 @@ def test_probes_without_an_image_stay(state, source, adapted):
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=3, max_size=6), st.integers(0, 16))
 def test_a_bank_stays_finite_whichever_images_count(marks, look):
     """Also without one; a stream without a valid image stays as it is."""
-    net, method, valid = Backbone(small_network()), bank(probe=2), torch.tensor(marks).view(-1, 1, 6).expand(-1, 2, -1)
+    net, method, valid = (
+        Backbone(small_network()),
+        bank(compare=2),
+        torch.tensor(marks).view(-1, 1, 6).expand(-1, 2, -1),
+    )
     state = method.init(net, 2)
     state = state._replace(world=state.world._replace(look=torch.tensor([float(look), 0.0])))
     for i, mark in enumerate(valid):

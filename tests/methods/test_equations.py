@@ -79,7 +79,7 @@ PETTA = {"augment": darker, "size": 12, "lr": 5e-3}
 MEMORY = {"size": 10, "room": 192, "lr": 1e-2}
 SOTTA = {**MEMORY, "c_0": 0.5, "rho": 0.3, "every": 23}
 BDN = {"layer": "1", "domains": 8, "gamma": 0.0, "eta": 0.3}
-BANK_TRIBE = {"horizon": 50.0, "probe": 5, "lr": 1e-2, "augment": darker}
+BANK_TRIBE = {"horizon": 50.0, "compare": 5, "lr": 1e-2, "augment": darker}
 COTTA = {"p": 0.0, "n": 7, "chunk": 3, "alpha": 0.9, "lr": 1e-2}
 CASES = [
     ("pl", {}),
@@ -110,9 +110,9 @@ CASES = [
     *(("note", {**MEMORY, "every": every}) for every in (None, 4, 5, 30)),
     ("sotta", {**SOTTA, "frozen_tail": 0.0}),
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
-    ("bank", {"bonus": 0.01, "horizon": 20.0, "probe": 0, "observe": 1}),
-    ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "probe": 0, "observe": 1}),
-    *(("bank", {"horizon": 20.0, "probe": probe, "observe": 1}) for probe in (1, 2, 5)),
+    ("bank", {"bonus": 0.01, "horizon": 20.0, "compare": 0, "observe": 1}),
+    ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "compare": 0, "observe": 1}),
+    *(("bank", {"horizon": 20.0, "compare": probe, "observe": 1}) for probe in (1, 2, 5)),
     *(
         ("bank-tribe", {**BANK_TRIBE, "learn_every": every, "lambda_anc": anchored, "h0": h0})
         for every, anchored, h0 in itertools.product((1, 3), (0.0, 0.5), (0.5, 0.9))
@@ -184,7 +184,7 @@ def scores_afterwards(self, net, state, moments, labels, seen, *rest):
 
 @pytest.mark.parametrize("wrong", [counts_twice, scores_afterwards])
 def test_the_plain_loop_of_the_bank_notices_a_bug(wrong):
-    healthy = methods.create("bank", classes=4, bonus=0.01, horizon=20.0, probe=0, observe=1)
+    healthy = methods.create("bank", classes=4, bonus=0.01, horizon=20.0, compare=0, observe=1)
     with pytest.raises(AssertionError):
         assert_equals_plain_loop(
             mutant(wrong.__name__, healthy, _follow=wrong), even_network(varied(6)), varied(6), 1e-9

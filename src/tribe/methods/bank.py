@@ -61,13 +61,13 @@ class Bank(Method):
     temperature: Positive = 0.02  # of the weights: lower decides harder
     horizon: Positive = 300.0  # images over which scores and frequencies are averaged
     observe: Annotated[int, Range(low=1)] = 4  # an image in so many is observed
-    probe: Annotated[int, Range(low=0)] = 32  # an image in so many also passes the source; 0: none does
-    memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with probe=0 there are none
+    compare: Annotated[int, Range(low=0)] = 32  # an image in so many also passes the source; 0: none does
+    memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with compare=0 there are none
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
     works_on: ClassVar[tuple[Part, ...]] = ("statistics",)
     per_class = "statistics of each class"
-    small = {"probe": 2}
+    small = {"compare": 2}
     capture = "never"  # the host chooses the images that pass the source
 
     def __post_init__(self) -> None:
@@ -103,7 +103,7 @@ class Bank(Method):
         source: Stats = net.origin.state.stats
         probes = first_probes(pooled.mean, streams, self.class_count)
         world = first_world(source, self._first_layer(net), streams)
-        places = no_places(source, self.memory if self.probe else 0, streams)
+        places = no_places(source, self.memory if self.compare else 0, streams)
         return BankState(stats, pooled, score, frequency, probes, world, places, key, info)
 
     @staticmethod
@@ -115,7 +115,7 @@ class Bank(Method):
         """Return the weights of the source and of every speed in the mixture: (S, V + 1)."""
         bonus = state.score.new_tensor([self.bonus] + [0.0] * (state.score.shape[1] - 1))
         weights = ((bonus - state.score) / self.temperature).softmax(1)
-        if not self.probe:
+        if not self.compare:
             return weights
         source = source_share(state.probes).unsqueeze(1)
         return torch.cat(
@@ -153,14 +153,14 @@ class Bank(Method):
         if part is not None:
             spare, shown = None if batch.retired is None else batch.retired.stats, (observed & seen)[:, part]
             new = self._follow(net, state, moments, logits[:, part].argmax(-1), shown, spare, self.observe)
-            if self.probe:
+            if self.compare:
                 first = self._first_layer(net)
                 early, weight = Stats(*(t[..., first] for t in moments)), shown.to(moments.mean.dtype)
                 new = new._replace(
                     world=watch(state.world, early, self.observe * weight.sum(1), weight, net.eps[first])
                 )
             new = select(shown.any(1), new, state)
-        if self.probe:
+        if self.compare:
             new = self._probe(net, state, new, batch.x, logits, seen)
         return Update(logits, new, seen=seen)
 
@@ -211,7 +211,7 @@ class Bank(Method):
         """Pass some images through the source too; where the world has changed, begin at the place that it is."""
         world, order = new.world, seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
         looking = (world.look > 0).unsqueeze(1)
-        due = (order + old.info.images.unsqueeze(1)) % self.probe == 0
+        due = (order + old.info.images.unsqueeze(1)) % self.compare == 0
         chosen = seen & torch.where(looking, order < world.look.unsqueeze(1), due)
         index = chosen.flatten().nonzero()[:, 0]
         if not len(index):

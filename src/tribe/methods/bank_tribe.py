@@ -61,7 +61,7 @@ class BankTribe(Bank):
 
     paper = "none: TRIBE's loss on a part of the images, with the statistics of a bank of speeds"
     works_on = ("affine", "statistics")
-    small = {"probe": 2, "learn_every": 2}
+    small = {"compare": 2, "learn_every": 2}
     rare_field = "learn_every"
     follows_without_learning = True
 
@@ -77,7 +77,7 @@ class BankTribe(Bank):
     def deployed(self, net: Backbone, state: Any) -> Deployed:
         """Return what has been learned, as far as the source has not taken over, with the mixture of the statistics."""
         bank = super().deployed(net, state)
-        share = source_share(state.probes).unsqueeze(1) if self.probe else torch.zeros_like(state.score[:, :1])
+        share = source_share(state.probes).unsqueeze(1) if self.compare else torch.zeros_like(state.score[:, :1])
         affine = tree_map(lambda own, source: torch.lerp(own, source, share), state.affine, bank.affine)
         return Deployed(affine, bank.stats, bank.norm)
 
