@@ -856,7 +856,9 @@ def bank(net, xs, method, events=None, network=None):
             world.watch(pixels_of(inputs[layers[0]][observed]), len(observed) * each)
         looking = world.look
         before = count - len(x)
-        chosen = [b for b in range(len(x)) if (b < looking if looking else (before + b) % method.compare == 0)]
+        chosen = [
+            b for b in range(len(x)) if (b >= len(x) - looking if looking else (before + b) % method.compare == 0)
+        ]
         if not chosen:
             continue
         by_source = network.run(x[chosen], source).softmax(1).numpy()

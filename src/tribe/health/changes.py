@@ -19,6 +19,7 @@ from tribe.core.packed import ClassStats
 from tribe.core.rules import PerBatch
 from tribe.core.state import Stats, rows_of
 from tribe.methods import AnyMethod, Deployed
+from tribe.methods.places import PlaceMemory
 
 SHOWN = 10  # rows of each table that the text of a comparison shows
 
@@ -227,6 +228,6 @@ def _class_statistics(state: Any) -> list[Any]:
     """The statistics of several classes anywhere in a state, in full or packed."""
     if isinstance(state, ClassStats):
         return [state] if state.mean.dim() == 3 and state.mean.shape[1] > 1 and state.mean.numel() else []
-    if isinstance(state, Tensor):
+    if isinstance(state, Tensor | PlaceMemory):  # places are not classes
         return []
     return [stats for value in state for stats in _class_statistics(value)]

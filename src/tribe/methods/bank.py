@@ -212,7 +212,9 @@ class Bank(Method):
         world, order = new.world, seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
         looking = (world.look > 0).unsqueeze(1)
         due = (order + old.info.images.unsqueeze(1)) % self.compare == 0
-        chosen = seen & torch.where(looking, order < world.look.unsqueeze(1), due)
+        # The last images, of a batch in which the world has changed.
+        latest = order >= seen.sum(1, keepdim=True) - world.look.unsqueeze(1)
+        chosen = seen & torch.where(looking, latest, due)
         index = chosen.flatten().nonzero()[:, 0]
         if not len(index):
             return new
