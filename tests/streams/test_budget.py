@@ -138,6 +138,12 @@ def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
     assert second.digest("a") == first.digest("a")
 
 
+def test_a_file_in_which_a_method_never_learns_does_not_fit():
+    """Catches the error of a field, in place of one that names the file, where a budget is not resolved."""
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(4, COSTS))
+    assert adapter._core.pace.adopt(adapter.method, "tribe+rare", {"learn_every": 0}) == adapter.method
+
+
 def test_a_snapshot_from_before_the_first_batch_is_restored():
     adapter = tribe.adapt(small_network(), "tribe", budget=Budget(4, COSTS))
     start, digest = adapter.snapshot(), adapter.digest()
