@@ -109,14 +109,19 @@ def test_a_method_with_its_own_field_gets_it_set():
     assert adapter.method == replace(method, learn_every=14)
 
 
-def test_a_bank_that_learns_gets_as_many_steps_as_the_budget_buys():
-    adapter = tribe.adapt(small_network(), "bank-tribe", budget=Budget(1.5, costs=(3.0, 1.1)))
-    play(adapter, range(6))
-    assert adapter.method == tribe.methods.create("bank-tribe", classes=CLASSES, learn_every=5)
-    assert adapter.state.adam.steps.tolist() == [2]  # 1.1 + 1.9 / 5 <= 1.5, and 1.1 + 1.9 / 4 is more
-    less = tribe.adapt(small_network(), "bank-tribe", budget=Budget(1.05, costs=(3.0, 1.1)))
-    with pytest.raises(ValueError, match=r"1\.11"):  # 1.1 + 1.9 / 1000
-        play(less, [0])
+@pytest.mark.parametrize(("times", "every", "steps"), [(1.5, 5, 2), (1.1, 0, 0)])
+def test_a_bank_learns_as_often_as_the_budget_buys_and_its_file_says_so(times, every, steps, tmp_path):
+    """Two steps in six batches: 1.1 + 1.9 / 5 is within 1.5, and 1.1 + 1.9 / 4 is not."""
+    net = small_network()
+    first = tribe.adapt(net, "bank-tribe", budget=Budget(times, costs=(3.0, 1.1)))
+    play(first, range(6))
+    assert first.method == tribe.methods.create("bank-tribe", classes=CLASSES, learn_every=every)
+    assert first.state.adam.steps.tolist() == [steps]
+    first.save(tmp_path / "state")
+    second = tribe.fleet(net, "bank-tribe", budget=Budget(2, costs=(3.0, 1.1)))
+    second.load("a", tmp_path / "state")
+    assert second.method == first.method
+    assert second.digest("a") == first.digest()
 
 
 def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
@@ -131,6 +136,12 @@ def test_a_fleet_resolves_once_and_a_file_of_another_decides(tmp_path):
     second({"a": images(1, 6, 1)[0]})
     first({"a": images(1, 6, 1)[0]})
     assert second.digest("a") == first.digest("a")
+
+
+def test_a_file_in_which_a_method_never_learns_does_not_fit():
+    """Catches the error of a field, in place of one that names the file, where a budget is not resolved."""
+    adapter = tribe.adapt(small_network(), "tribe", budget=Budget(4, COSTS))
+    assert adapter._core.pace.adopt(adapter.method, "tribe+rare", {"learn_every": 0}) == adapter.method
 
 
 def test_a_snapshot_from_before_the_first_batch_is_restored():

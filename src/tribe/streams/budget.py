@@ -248,8 +248,8 @@ class Pace:
 
     def adopt(self, method: AnyMethod, name: str, fields: Mapping[str, Any]) -> AnyMethod:
         """Return the method with what a state file says of its budget, if this one is not resolved yet."""
-        field = rare_field(method)
-        if self.budget is None or name != method.name or not is_whole(fields.get(field), least=0):
+        field, least = rare_field(method), 0 if Pipeline.of(method).method.follows_without_learning else 1
+        if self.budget is None or name != method.name or not is_whole(fields.get(field), least=least):
             return method
         return with_fields(method, **{field: fields[field]})
 
