@@ -93,7 +93,7 @@ class BankTribe(Bank):
         every = slice(None, None, math.ceil(batch.x.shape[1] / MOST_LEARNED))
         part = tuple(t[rows, every] for t in (batch.x, update.logits, update.seen))
         learned = self._learn(net, update.state, rows, *part)
-        return update._replace(state=learned, affine=learned.affine)
+        return update._replace(state=learned, affine=self.deployed(net, learned).affine)
 
     def _learn(self, net: Backbone, state: Any, rows: Tensor, x: Tensor, teacher: Tensor, seen: Tensor) -> Any:
         """Take a step for some streams (R,), with images and the teacher's logits (R, B, ...); seen: which count."""
