@@ -71,9 +71,9 @@ def assert_travels_as_the_plain_loop(method, batch):
 
 
 @pytest.mark.parametrize("compare", [1, 5])
-def test_observed_images_of_large_batches_stand_for_the_others(probe):
+def test_observed_images_of_large_batches_stand_for_the_others(compare):
     xs = [torch.cat(varied(4, first=4 * i), 1) for i in range(3)] + varied(1, batch=50, first=20)
-    method = bank(speeds=(0.3, 0.02), horizon=50.0, compare=probe, observe=2)
+    method = bank(speeds=(0.3, 0.02), horizon=50.0, compare=compare, observe=2)
     assert_equals_plain_loop(method, even_network(xs), xs, 1e-9)
 
 

@@ -133,7 +133,10 @@ class Bank(Method):
         """Return the statistics of the source and the pooled ones of every speed: (S, V + 1, C)."""
         streams, pairs = len(state.score), zip(net.origin.state.stats, state.pooled, strict=True)
         return Stats(
-            *(torch.cat((own.expand(streams, -1, -1), t.view(streams, -1, t.shape[2])), 1) for own, t in pairs)
+            *(
+                torch.cat((own.expand(streams, -1, -1), t.view(streams, len(self.speeds or ()), t.shape[2])), 1)
+                for own, t in pairs
+            )
         )
 
     @torch.no_grad()
@@ -153,14 +156,14 @@ class Bank(Method):
         if part is not None:
             spare, shown = None if batch.retired is None else batch.retired.stats, (observed & seen)[:, part]
             new = self._follow(net, state, moments, logits[:, part].argmax(-1), shown, spare, self.observe)
-            if self.compare:
+            if self.compare and net.has_statistics:
                 first = self._first_layer(net)
                 early, weight = Stats(*(t[..., first] for t in moments)), shown.to(moments.mean.dtype)
                 new = new._replace(
                     world=watch(state.world, early, self.observe * weight.sum(1), weight, net.eps[first])
                 )
             new = select(shown.any(1), new, state)
-        if self.compare:
+        if self.compare and net.has_statistics:
             new = self._probe(net, state, new, batch.x, logits, seen)
         return Update(logits, new, seen=seen)
 
@@ -223,7 +226,7 @@ class Bank(Method):
         by_source = Stats(*(_spread(t[0], index, seen.shape) for t in passed.stats))
         passed_logits = _spread(passed.logits[0], index, seen.shape)
         both = chosen & finite(passed_logits)
-        weight = both.to(logits.dtype)
+        weight = both.to(world.usual.dtype)
         probes = add_probes(old.probes, mask_logits(passed_logits, both), logits, weight * ~looking)
         world = record(world, by_source, weight)
         arrived = looking[:, 0] & (world.look == 0)

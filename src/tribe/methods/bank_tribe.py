@@ -84,16 +84,13 @@ class BankTribe(Bank):
     def adapt(self, net: Backbone, state: Any, batch: ScreenedBatch) -> Update:
         """Predict and update the statistics; now and then, learn."""
         update = super().adapt(net, state, batch)
-        assert update.seen is not None
-        if not self.learn_every:
-            return update
-        rows = (state.key.clock % self.learn_every == 0).nonzero()[:, 0]
-        if not len(rows):
-            return update
-        every = slice(None, None, math.ceil(batch.x.shape[1] / MOST_LEARNED))
-        part = tuple(t[rows, every] for t in (batch.x, update.logits, update.seen))
-        learned = self._learn(net, update.state, rows, *part)
-        return update._replace(state=learned, affine=self.deployed(net, learned).affine)
+        new, seen = update.state, update.seen
+        assert seen is not None
+        rows = (state.key.clock % (self.learn_every or 1) == 0).nonzero()[:, 0]
+        if self.learn_every and len(rows):
+            every = slice(None, None, math.ceil(batch.x.shape[1] / MOST_LEARNED))
+            new = self._learn(net, new, rows, *(t[rows, every] for t in (batch.x, update.logits, seen)))
+        return update._replace(state=new, affine=self.deployed(net, new).affine)
 
     def _learn(self, net: Backbone, state: Any, rows: Tensor, x: Tensor, teacher: Tensor, seen: Tensor) -> Any:
         """Take a step for some streams (R,), with images and the teacher's logits (R, B, ...); seen: which count."""

@@ -51,7 +51,7 @@ def source_share(probes: Probes) -> Tensor:
 
 def add_probes(probes: Probes, source: Tensor, adapted: Tensor, weight: Tensor) -> Probes:
     """Average the logits (S, B, K) of both networks over the images of weight 1, (S, B)."""
-    posterior = torch.stack((source, adapted), 1).softmax(-1)  # (S, 2, B, K)
+    posterior = torch.stack((source, adapted), 1).to(probes.posterior).softmax(-1)  # (S, 2, B, K)
     added = weight.sum(1)
     mean = weight / added.clamp_min(1).unsqueeze(1)  # (S, B)
     rate = torch.maximum(added / MEMORY, added / (probes.images + added + FIRST)).clamp_max(1)
