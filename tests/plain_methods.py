@@ -856,9 +856,9 @@ def bank(net, xs, method, events=None, network=None):
             world.watch(pixels_of(inputs[layers[0]][observed]), len(observed) * each)
         looking = world.look
         before = count - len(x)
-        chosen = [
-            b for b in range(len(x)) if (b >= len(x) - looking if looking else (before + b) % method.compare == 0)
-        ]
+        latest, step = len(x) - looking, max(1, method.compare // 4)
+        due = [n % (8 * method.compare) in range(0, 8 * step, step) for n in range(before, count)]
+        chosen = [b for b in range(len(x)) if (b >= latest if looking else due[b])]
         if not chosen:
             continue
         by_source = network.run(x[chosen], source).softmax(1).numpy()

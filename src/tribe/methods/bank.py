@@ -33,6 +33,7 @@ from tribe.methods.places import PlaceMemory, World, arrive, first_world, no_pla
 from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
+GROUP = 8  # images that pass the source after each other, near together: fewer passes, of more images
 MOST_WEIGHT = 10.0  # of an image of a rare class, relative to the mean
 
 
@@ -61,7 +62,7 @@ class Bank(Method):
     temperature: Positive = 0.02  # of the weights: lower decides harder
     horizon: Positive = 300.0  # images over which scores and frequencies are averaged
     observe: Annotated[int, Range(low=1)] = 4  # an image in so many is observed
-    compare: Annotated[int, Range(low=0)] = 32  # an image in so many also passes the source; 0: none does
+    compare: Annotated[int, Range(low=0)] = 32  # an image in so many also passes the source, in groups; 0: none does
     memory: Annotated[int, Range(low=0)] = 8  # places that are remembered; with compare=0 there are none
 
     paper = "none: one forward pass with TRIBE's Balanced BN at several speeds"
@@ -214,7 +215,8 @@ class Bank(Method):
         """Pass some images through the source too; where the world has changed, begin at the place that it is."""
         world, order = new.world, seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
         looking = (world.look > 0).unsqueeze(1)
-        due = (order + old.info.images.unsqueeze(1)) % self.compare == 0
+        place, step = order + old.info.images.unsqueeze(1), max(1, self.compare // 4)
+        due = (place % (GROUP * self.compare) < GROUP * step) & (place % step == 0)
         # The last images, of a batch in which the world has changed.
         latest = order >= seen.sum(1, keepdim=True) - world.look.unsqueeze(1)
         chosen = seen & torch.where(looking, latest, due)

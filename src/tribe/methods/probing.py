@@ -5,7 +5,7 @@ information, the entropy of the mean prediction less the mean entropy. On the im
 
     benefit = information of the adapted network's predictions - information of the source's.
 
-It had the sign of the gain in accuracy in 58 of 60 comparisons on three networks (docs/bank.md).
+It had the sign of the gain in accuracy in 58 of 60 comparisons on three networks (docs/budget.md).
 """
 
 from typing import Annotated, NamedTuple
