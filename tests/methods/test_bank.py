@@ -80,7 +80,7 @@ def test_observed_images_of_large_batches_stand_for_the_others(compare):
 EVENTS = {  # by the size of batches and of the memory
     (1, 2): ["stay", "back", "recalled", "recalled"],
     (40, 0): ["stay", "back", "stay", "back"],
-    (8, 1): ["stay", "back", "recalled", "back"],
+    (8, 1): ["stay", "back", "recalled", "recalled"],
     (40, 1): ["stay", "recalled", "recalled", "back"],
     (40, 2): ["stay", "recalled", "recalled", "back"],
     (40, 4): ["stay", "recalled", "recalled", "recalled"],  # and a place that is remembered twice is one
