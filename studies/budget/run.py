@@ -4,8 +4,8 @@
 
 A cell is a stream: F100 is GLI-F at imbalance 100, F1 is PTTA; iid, continual, recurring and clean, in bursts, are
 others. ``--most`` images of each domain are used. For each method a row has the error of each seed, the most by which
-its error exceeds the source's in any window of 1,000 images, and the milliseconds an image in that run. Results go to a
-JSON file after every row; ``--render`` writes the tables of README.md.
+its error exceeds the source's in any window of 1,000 images, the milliseconds an image, and these relative to the first
+method's in that run. Results go to a JSON file after every row; ``--render`` writes the tables of README.md.
 """
 
 import argparse
@@ -102,6 +102,7 @@ def measure(o: argparse.Namespace) -> None:
                     "ms": round(1000 * statistics.median(float(record.seconds.median()) for record in records), 4),
                 }
             )
+            rows[-1]["times"] = round(rows[-1]["ms"] / next(row["ms"] for row in rows if row["cell"] == cell), 2)
             clock.say(cell, name, rows[-1]["error"], rows[-1]["above"], rows[-1]["ms"])
             write(path, shared, rows)
 
@@ -122,7 +123,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     words += (
         f"{first['most']:,} images of each, seeds {', '.join(map(str, first['seeds']))}; error in %, in brackets the "
     )
-    words += "most above the source in 1,000 images; last, seconds beside the source's:"
+    words += "most above the source in 1,000 images; last, the time beside the source's:"
     lines = []
     for cell in dict.fromkeys(row["cell"] for row in rows):
         line = [cell]
@@ -133,10 +134,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
             else:
                 line.append("")
         lines.append(line)
-    ratios = []
-    for name in names:
-        pairs = [(row["ms"], found[row["cell"], names[0]]["ms"]) for row in rows if row["method"] == name]
-        ratios.append(f"{statistics.median(a / b for a, b in pairs):.2f} x")
+    times = [statistics.median(row["times"] for row in rows if row["method"] == name) for name in names]
+    ratios = [f"{time:.2f} x" for time in times]
     return f"{words}\n\n{table(['cell', *names], [*lines, ['time', *ratios]])}"
 
 
