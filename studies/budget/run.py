@@ -123,7 +123,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     words += (
         f"{first['most']:,} images of each, seeds {', '.join(map(str, first['seeds']))}; error in %, in brackets the "
     )
-    words += "most above the source in 1,000 images; last, the time beside the source's:"
+    words += "most above the source in 1,000 images; last, the median batch's time beside the source's:"
     lines = []
     for cell in dict.fromkeys(row["cell"] for row in rows):
         line = [cell]
