@@ -35,7 +35,7 @@ log = logging.getLogger("tribe.streams")
 
 
 class StepCosts(NamedTuple):
-    """What batches cost: seconds, or multiples of plain inference of the same images."""
+    """Costs of batches: seconds, or multiples of plain inference of the same images."""
 
     learn: float  # a batch that the method learns from
     rest: float  # a batch that it only predicts
