@@ -13,6 +13,7 @@ import tribe
 from places import ROOT
 from tribe import norms
 from tribe.core.backbone import Backbone
+from tribe.core.moments import scale_and_shift
 from tribe.core.rules import Recorded
 from tribe.core.state import Affine
 from tribe.norms import Norm
@@ -282,3 +283,14 @@ def test_source_hands_out_copies() -> None:
         t.add_(1)
     assert gap(net.source(2, 3)[0].weight + 1, affine.weight) == 0
     assert gap(net.source(2, 3)[1].var + 1, stats.var) == 0
+
+
+def test_one_image_with_another_stride_has_the_same_gradients() -> None:
+    """Catches torch's batch norm, which mistakes the order of memory of a single image from a view."""
+    pixels = torch.rand(3 * 4 * 9, generator=torch.Generator().manual_seed(0))
+    x = pixels.as_strided((3, 1, 4, 3, 3), (36, 4, 1, 12, 4))
+    scale, shift = (torch.rand(3, 1, 4).requires_grad_() for _ in range(2))
+    cotangent = torch.rand(3, 1, 4, 3, 3)
+    found = torch.autograd.grad(scale_and_shift(x, scale, shift), (scale, shift), cotangent)
+    assert gap(found[0], (cotangent * x).sum((3, 4))) < 1e-5
+    assert gap(found[1], cotangent.sum((3, 4))) < 1e-5

@@ -127,8 +127,11 @@ def _apply(x: Tensor, scale: Tensor, shift: Tensor, epilogue: Epilogue = NO_EPIL
 
 
 def _by_row(x: Tensor, scale: Tensor) -> bool:
-    """Return whether torch's batch norm on a CPU can serve each row of (R, B, C, ...): it takes one scale a channel."""
-    return x.device.type == "cpu" and scale.shape[1] == 1 and x.numel() > 0
+    """Return whether torch's batch norm on a CPU can serve each row of (R, B, C, ...): it takes one scale a channel.
+
+    NOTE: not for one image, whose stride along B may be anything: torch then takes the wrong order of memory.
+    """
+    return x.device.type == "cpu" and scale.shape[1] == 1 and x.shape[1] > 1 and x.numel() > 0
 
 
 def _identity(scale: Tensor) -> tuple[Tensor, Tensor]:
