@@ -890,7 +890,7 @@ def bank_tribe(net, xs, method, events=None):
 
 
 def named_places(probes, world, memory):
-    """What a bank knows of its stream, as its state names it."""
+    """Return what a bank keeps of its stream, by the names in its state."""
     named = {
         "probes.posterior": torch.from_numpy(np.stack(probes.mean)),
         "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),

@@ -1,4 +1,4 @@
-"""What a bank of speeds knows of its stream, as plain loops over numbers: probes, the world, places.
+"""Plain loops over numbers for what a bank of speeds keeps of its stream: probes, the world, places.
 
 A mean and a variance are a pair of raw moments here, E[x] and E[x^2], whose averages are plain averages.
 """

@@ -1,4 +1,4 @@
-"""What a bank of speeds does besides its statistics: probes, changes of the world, places that it remembers."""
+"""Test a bank of speeds: its comparisons with the source, changes of the world, and places that it remembers."""
 
 import functools
 import itertools
@@ -182,7 +182,7 @@ def test_a_bank_resumes_in_the_middle_of_a_look(tmp_path):
 
 
 class Proportion(nn.Module):
-    """Gives no number for a black image, which is sound, and changes no other."""
+    """Divides a black image by zero; leaves all other images as they are."""
 
     def forward(self, x):
         brightness = x.mean((1, 2, 3), keepdim=True)
@@ -191,7 +191,7 @@ class Proportion(nn.Module):
 
 @pytest.mark.parametrize("pixel", [math.nan, 0.0])
 def test_a_bad_image_among_the_probes_changes_nothing(pixel):
-    """Catches zero weight times no number, and images that count although they say nothing."""
+    """Catches NaN that is multiplied by a weight of zero, and images that count although their output is NaN."""
     net, method = Backbone(nn.Sequential(Proportion(), *small_network(dtype=DOUBLE))), bank(observe=1, memory=1)
     xs, bad = STREAM.split(8, 1), torch.full((1, 1, 3, 8, 8), pixel, dtype=DOUBLE)
     at = [i % 9 for i in range(len(xs))]
@@ -205,7 +205,7 @@ def test_a_bad_image_among_the_probes_changes_nothing(pixel):
 
 
 class Dim(nn.Module):
-    """Gives no number for images with a high activation."""
+    """Returns NaN for images with a high activation."""
 
     def forward(self, x):
         return x.where(x.amax((1, 2, 3), keepdim=True) < 0, math.nan)

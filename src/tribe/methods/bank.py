@@ -119,9 +119,9 @@ class Bank(Method):
         if not self.compare:
             return weights
         source = source_share(state.probes).unsqueeze(1)
-        return torch.cat(
-            (torch.lerp(weights[:, :1], torch.ones_like(source), source), weights[:, 1:] * (1 - source)), 1
-        )
+        whole = torch.zeros_like(weights)
+        whole[:, 0] = 1
+        return weights.lerp(whole, source)
 
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
@@ -143,7 +143,7 @@ class Bank(Method):
     @torch.no_grad()
     def adapt(self, net: Backbone, state: BankState, batch: ScreenedBatch) -> Update:
         """Predict, score the speeds, update the statistics, and compare some predictions with the source's."""
-        deployed = batch.deploy(net, state)
+        deployed, compares = batch.deploy(net, state), self.compare and net.has_statistics
         order = batch.valid.long().cumsum(1) - 1 + state.info.images.unsqueeze(1)  # (S, B), of each image in its stream
         observed = batch.valid & (order % self.observe == 0)
         part = self._part(observed, batch.valid)
@@ -157,14 +157,14 @@ class Bank(Method):
         if part is not None:
             spare, shown = None if batch.retired is None else batch.retired.stats, (observed & seen)[:, part]
             new = self._follow(net, state, moments, logits[:, part].argmax(-1), shown, spare, self.observe)
-            if self.compare and net.has_statistics:
+            if compares:
                 first = self._first_layer(net)
                 early, weight = Stats(*(t[..., first] for t in moments)), shown.to(moments.mean.dtype)
                 new = new._replace(
                     world=watch(state.world, early, self.observe * weight.sum(1), weight, net.eps[first])
                 )
             new = select(shown.any(1), new, state)
-        if self.compare and net.has_statistics:
+        if compares:
             new = self._probe(net, state, new, batch.x, logits, seen)
         return Update(logits, new, seen=seen)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tribe.core.bounds import COUNT, NOT_NEGATIVE
+from tribe.core.rules import pool_batch
 from tribe.core.state import Stats
 
 FAST, SLOW = 32.0, 256.0  # images over which the moments of the first layer are averaged
@@ -75,11 +76,10 @@ def merge(stats: Stats, mean: Tensor, var: Tensor, rate: Tensor) -> Stats:
 
 
 def pool_samples(moments: Stats, weight: Tensor) -> Stats:
-    """Pool moments (S, B, C) over the samples of weight 1, (S, B): (S, 1, C)."""
-    share = (weight / weight.sum(1, keepdim=True).clamp_min(1)).unsqueeze(1)  # (S, 1, B)
-    means, variances = (t.masked_fill(weight.unsqueeze(2) == 0, 0) for t in moments)  # others may not be finite
-    mean = share @ means
-    return Stats(mean, share @ (variances + (means - mean).square()))
+    """Pool moments (S, B, C) over the samples of weight 1, (S, B); others may not be finite: (S, 1, C)."""
+    counted = weight > 0
+    mean, var = (torch.where(counted.unsqueeze(2), t, 0) for t in moments)
+    return Stats(*pool_batch(mean, var, counted))
 
 
 def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
