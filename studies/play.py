@@ -18,7 +18,7 @@ from torch import Tensor
 from tribe import scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.precision import PRECISIONS, precision_on
-from tribe.data.datasets import Dataset
+from tribe.data.datasets import Dataset, optional
 from tribe.data.scenarios import Scenario, Schedule
 from tribe.experiments import metrics
 from tribe.experiments.provenance import machine
@@ -58,6 +58,27 @@ class InMemory:
         if domain not in self._images:
             self._images[domain] = self.dataset.images(domain, torch.arange(len(self.labels(domain))))
         return self._images[domain][index]
+
+
+class Subset:
+    """Some images of each domain of a data set."""
+
+    def __init__(self, dataset: Any, choose: Callable[[int], Tensor]) -> None:
+        """``choose`` returns the positions to keep among so many images of a domain."""
+        self.dataset, self._choose, self.classes = dataset, choose, dataset.classes
+        self.domains: tuple[str, ...] = tuple(dataset.domains)
+        self.clean_name, self.outputs = optional(dataset, "clean_name"), optional(dataset, "outputs")
+
+    def labels(self, domain: str) -> Tensor:
+        """Return those of the chosen images."""
+        labels: Tensor = self.dataset.labels(domain)
+        return labels[self._choose(len(labels))]
+
+    def images(self, domain: str, index: Tensor) -> Tensor:
+        """Return some of the chosen images."""
+        chosen = self._choose(len(self.dataset.labels(domain)))
+        images: Tensor = self.dataset.images(domain, chosen[index])
+        return images
 
 
 class Bench(NamedTuple):

@@ -15,10 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from studies.pages import render, table
-from studies.play import BATCH, Clock, InMemory, Progress, add_options, cell_scenario, open_bench, read, settings, write
+from studies.play import (
+    BATCH,
+    Clock,
+    InMemory,
+    Progress,
+    Subset,
+    add_options,
+    cell_scenario,
+    open_bench,
+    read,
+    settings,
+    write,
+)
 from tribe import scenarios
 from tribe.data.scenarios import Scenario
 from tribe.experiments import metrics
@@ -34,20 +45,9 @@ WINDOW = 1000
 ROUNDS = 5  # visits of the recurring cell
 
 
-class Beginning:
-    """A data set with the first images of each domain."""
-
-    def __init__(self, dataset: Any, most: int) -> None:
-        self.dataset, self.most, self.classes = dataset, most, dataset.classes
-        self.domains: tuple[str, ...] = tuple(dataset.domains)
-
-    def labels(self, domain: str) -> Tensor:
-        """Those of the images that are left."""
-        return self.dataset.labels(domain)[: self.most]  # type: ignore[no-any-return]
-
-    def images(self, domain: str, index: Tensor) -> Tensor:
-        """Those that are left."""
-        return self.dataset.images(domain, index)  # type: ignore[no-any-return]
+def beginning(dataset: Any, most: int) -> Subset:
+    """Return a data set with the first images of each domain."""
+    return Subset(dataset, lambda count: torch.arange(min(count, most)))
 
 
 def scenario_of(cell: str) -> Scenario:
@@ -76,9 +76,9 @@ def measure(o: argparse.Namespace) -> None:
     clock = Clock()
     for cell in o.cells.split(","):
         if cell == "clean":
-            data = Beginning(InMemory(bench.data.dataset.clean), o.most * len(chosen))  # type: ignore[attr-defined]
+            data = beginning(InMemory(bench.data.dataset.clean), o.most * len(chosen))  # type: ignore[attr-defined]
         else:
-            data = Beginning(bench.data, o.most)
+            data = beginning(bench.data, o.most)
             data.domains = tuple(chosen)
         source: list[Record] = []
         for name in o.methods.split(","):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from studies.play import Subset
 from tribe import corruptions, datasets
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
@@ -103,18 +104,10 @@ def _random(seeds: Sequence[int], shape: Sequence[int], kind: str) -> Tensor:
     return torch.stack(drawn)
 
 
-class Some:
-    """Some images of each domain of a data set, the same ones in all domains: a short visit of each."""
+def some(dataset: Dataset, per: int, seed: int = 0) -> Subset:
+    """Return some images of each domain of a data set, the same ones in all domains: a short visit of each."""
 
-    def __init__(self, dataset: Dataset, per: int, seed: int = 0) -> None:
-        self.dataset, self.classes, self.domains = dataset, dataset.classes, dataset.domains
-        total = len(dataset.labels(self.domains[0]))
-        self._chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[:per].sort().values
+    def choose(count: int) -> Tensor:
+        return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:per].sort().values
 
-    def labels(self, domain: str) -> Tensor:
-        """Of the chosen images."""
-        return self.dataset.labels(domain)[self._chosen]
-
-    def images(self, domain: str, index: Tensor) -> Tensor:
-        """Of the chosen images."""
-        return self.dataset.images(domain, self._chosen[index])
+    return Subset(dataset, choose)

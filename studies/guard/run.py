@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from studies import pages, play
-from studies.guard.play import NORMAL, Player, Some, Source, faults
+from studies.guard.play import NORMAL, Player, Source, faults, some
 from tribe import methods, scenarios
 from tribe.core.backbone import Backbone
 from tribe.core.precision import PRECISIONS, choose_device, float32_precision
@@ -192,8 +192,8 @@ def _slope(values: Tensor) -> float:
 def _part(o: argparse.Namespace) -> play.Bench:
     """Some images of each domain: as many as a visit takes."""
     setup = _corrupted(o)
-    some = Some(setup.data.dataset, o.visit // len(setup.data.domains))
-    return setup._replace(data=play.InMemory(some))  # type: ignore[arg-type]
+    short = some(setup.data.dataset, o.visit // len(setup.data.domains))
+    return setup._replace(data=play.InMemory(short))  # type: ignore[arg-type]
 
 
 def _corrupted(o: argparse.Namespace) -> play.Bench:

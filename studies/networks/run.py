@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from studies.pages import render, table
-from studies.play import Clock, Progress, read, write
+from studies.play import Clock, Progress, Subset, read, write
 from tribe import scenarios
 from tribe.cli.custom import custom_network
 from tribe.core.precision import PRECISIONS, float32_precision, precision_on
@@ -32,20 +31,9 @@ NAMES = {"source": "TEST", "bn": "BN", "tent": "TENT", "sar": "SAR", "rotta": "R
 MANY = 6  # corruptions, from which on a table has no column for each
 
 
-class Every:
-    """A data set with only some of its images: the first of every so many."""
-
-    def __init__(self, dataset: Dataset, step: int) -> None:
-        self.dataset, self.step, self.classes, self.domains = dataset, step, dataset.classes, dataset.domains
-        self.clean_name, self.outputs = optional(dataset, "clean_name"), optional(dataset, "outputs")
-
-    def labels(self, domain: str) -> Tensor:
-        """Those of the images that are left."""
-        return self.dataset.labels(domain)[:: self.step]
-
-    def images(self, domain: str, index: Tensor) -> Tensor:
-        """Those that are left."""
-        return self.dataset.images(domain, index * self.step)
+def every(dataset: Dataset, step: int) -> Subset:
+    """Return a data set with only the first of every so many images."""
+    return Subset(dataset, lambda count: torch.arange(0, count, step))
 
 
 def measure(o: argparse.Namespace) -> None:
@@ -68,14 +56,14 @@ def measure(o: argparse.Namespace) -> None:
         built = bench.method(method, net, corrupted, o.model, {})
         for data in (clean, corrupted):
             own, method_used = in_precision(restrict(net, data), built, precision)
-            stream = Stream(Every(data, o.every), scenarios.create(o.scenario), range(o.seeds), o.batch)
+            stream = Stream(every(data, o.every), scenarios.create(o.scenario), range(o.seeds), o.batch)
             with float32_precision(precision):
                 records = run(own, method_used, stream, spec={}, progress=Progress(method))
             wrong = torch.stack([metrics.domain_error(record) for record in records]).mean(0)
             found |= {
                 d.partition("@")[0]: round(100 * e, 2) for d, e in zip(stream.domains, wrong.tolist(), strict=True)
             }
-        rows.append({"method": method, "images": len(Every(clean, o.every).labels(clean.domains[0])), "error": found})
+        rows.append({"method": method, "images": len(every(clean, o.every).labels(clean.domains[0])), "error": found})
         clock.say(method, found)
         write(path, shared, rows)
 
