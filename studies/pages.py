@@ -1,5 +1,6 @@
 """Pages of studies: README.md beside the results, with generated tables between comments that name them."""
 
+import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,3 +27,19 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def play_or_render(
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None,
+    study: Path,
+    blocks: Mapping[str, Block],
+    measure: Callable[[argparse.Namespace], None],
+) -> None:
+    """Read the options of a study and measure; with ``--render`` write the tables of its README instead."""
+    parser.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
+    options = parser.parse_args(argv)
+    if options.render:
+        render(study, blocks)
+    else:
+        measure(options)

@@ -16,27 +16,27 @@ from typing import Any
 
 import torch
 
-from studies.pages import render, table
+from studies.pages import play_or_render, table
 from studies.play import (
     BATCH,
+    Bench,
     Clock,
     InMemory,
-    Progress,
     Subset,
     add_options,
     cell_scenario,
     open_bench,
+    play,
     read,
     settings,
     write,
 )
 from tribe import scenarios
+from tribe.core.backbone import Backbone
 from tribe.data.scenarios import Scenario
 from tribe.experiments import metrics
 from tribe.experiments.record import Record
-from tribe.experiments.runner import run
-from tribe.experiments.stream import Stream
-from tribe.methods import with_fields
+from tribe.methods import Method, with_fields
 
 FOLDER = Path(__file__).parent
 CELLS = "F100,F10,V100,F1,iid,continual,recurring,clean"
@@ -55,6 +55,13 @@ def scenario_of(cell: str) -> Scenario:
     if cell == "recurring":
         return scenarios.create("recurring", rounds=ROUNDS)
     return cell_scenario("F1" if cell == "clean" else cell)
+
+
+def named(bench: Bench, name: str) -> tuple[Backbone, Method]:
+    """Return a network and a method: its name, or its name and how rarely it learns, as in bank-tribe:8."""
+    method, _, every = name.partition(":")
+    net, built = bench.method(method)
+    return net, with_fields(built, learn_every=int(every)) if every else built
 
 
 def worst_window(record: Record, source: Record) -> float:
@@ -80,15 +87,10 @@ def measure(o: argparse.Namespace) -> None:
         else:
             data = beginning(bench.data, o.most)
             data.domains = tuple(chosen)
+        own = bench._replace(data=data, method=lambda name: named(bench, name))  # type: ignore[arg-type]
         source: list[Record] = []
         for name in o.methods.split(","):
-            method, _, every = name.partition(":")
-            net, built = bench.method(method)
-            built = with_fields(built, learn_every=int(every)) if every else built
-            records = []
-            for seed in seeds:
-                stream = Stream(data, scenario_of(cell).on(data.domains), (seed,), BATCH)
-                records += run(net, built, stream, spec={}, progress=Progress(name))
+            records = [play(own, name, scenario_of(cell), [seed], o.limit)[0] for seed in seeds]
             source = source or records
             pairs = list(zip(records, source, strict=True))
             rows.append(
@@ -151,12 +153,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--corruptions", help="comma-separated; default: all")
     p.add_argument("--most", type=int, default=1000, help="images of each domain (default: %(default)s)")
     p.add_argument("--seeds", default="425,5")
-    p.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
-    o = p.parse_args(argv)
-    if o.render:
-        render(FOLDER, BLOCKS)
-    else:
-        measure(o)
+    play_or_render(p, argv, FOLDER, BLOCKS, measure)
 
 
 if __name__ == "__main__":

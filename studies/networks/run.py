@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from studies.pages import render, table
+from studies.pages import play_or_render, table
 from studies.play import Clock, Progress, Subset, read, write
 from tribe import scenarios
 from tribe.cli.custom import custom_network
@@ -120,12 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--device", default="auto")
     p.add_argument("--precision", default="tf32", choices=PRECISIONS)
     p.add_argument("--out", type=Path, default=FOLDER / "results")
-    p.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
-    o = p.parse_args(argv)
-    if o.render:
-        render(FOLDER, BLOCKS)
-    else:
-        measure(o)
+    play_or_render(p, argv, FOLDER, BLOCKS, measure)
 
 
 if __name__ == "__main__":
