@@ -1,6 +1,7 @@
 """Runs of methods on the contract's network, for tests that compare them with plain loops."""
 
 import torch
+from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.testing import images, small_network
@@ -21,9 +22,21 @@ def batches(steps=4, streams=1, batch=7, dtype=DOUBLE):
     return [images(streams, batch, seed, dtype) for seed in range(steps)]
 
 
-def even_network(sources, sure=1.0):
-    """The contract's network, its classifier shifted so that all classes are predicted."""
+def at_home(model, x):
+    """The network, with the running statistics of images."""
+    for layer in model:
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.reset_running_stats(), setattr(layer, "momentum", None)
+    with torch.no_grad():
+        model.train()(x)
+    return model.eval()
+
+
+def even_network(sources, sure=1.0, home=None):
+    """The contract's network, its classifier shifted so that all classes are predicted; perhaps ``home`` somewhere."""
     model = small_network(4, dtype=DOUBLE)
+    if home is not None:
+        at_home(model, home)
     with torch.no_grad():
         logits = model(torch.cat([x[0] for x in sources]))
         model[-1].bias -= logits.mean(0)

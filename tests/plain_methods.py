@@ -751,6 +751,32 @@ class Watched:
             terms.append(0.5 * ((var + layer.eps).log() + apart / (var + layer.eps)))
         return float(torch.cat(terms).mean())
 
+    def strangeness(self, statistics):
+        """The logarithm of how far each image of the last pass is from what was foreseen, over all layers."""
+        terms = []
+        for layer, (mean, var) in zip(self.layers, statistics, strict=True):
+            pixels = self.inputs[layer].flatten(2)
+            ratio = pixels.var(2, unbiased=False) + layer.eps + (pixels.mean(2) - mean) ** 2
+            terms.append(ratio / (var + layer.eps))
+        return [
+            math.log(sum(0.5 * (r - 1 - math.log(r)) for r in row) / len(row)) for row in torch.cat(terms, 1).tolist()
+        ]
+
+    def look(self, x, logits, mixed, share, world):
+        """Pass images after a change through the source, too: logits, and what was decided, if it was."""
+        self.run(x, mixed, share)
+        tries = [(logits, self.strangeness(mixed))]
+        tries.append((self.run(x, self.source), self.strangeness(self.source)))
+        by_source, latest, decision = self.moments(), world.look, None
+        world.record(by_source[-latest:])
+        if not world.look:
+            decision, start = decided = world.arrive(joined(mixed))
+            if decision == "recalled":
+                place = self.split(start)
+                tries.append((self.run(x, place), self.strangeness(place)))
+        best = [min(tries, key=lambda t, b=b: t[1][b])[0][b] for b in range(len(x))]
+        return torch.stack(best), decided if decision else None
+
     def begin(self):
         """Begin again with the source's parameters, from which nothing has moved."""
 
@@ -808,7 +834,7 @@ def bank(net, xs, method, events=None, network=None):
     """
     network, classes, speeds = network or Watched(net), net.classes, len(method.speeds)
     layers, source, inputs = network.layers, network.source, network.inputs
-    world = PlainWorld(joined(source), layers[0].num_features, network.eps, method.memory)
+    world = PlainWorld(joined(source), network.eps, method.memory)
 
     def begin(statistics):
         """Statistics of all classes at every speed, pooled ones of the source and of every speed, and frequencies."""
@@ -820,7 +846,7 @@ def bank(net, xs, method, events=None, network=None):
     score, outputs, count, probes = [0.0] * (speeds + 1), [], 0, PlainProbes(classes)
     for number, x in enumerate([*xs, None]):
         powers = [math.exp((method.bonus * (v == 0) - score[v]) / method.temperature) for v in range(speeds + 1)]
-        share = probes.source_share() if method.compare else 0
+        share = probes.source_share(world.distance()) if method.compare else 0
         weights = [share * (v == 0) + (1 - share) * power / sum(powers) for v, power in enumerate(powers)]
         pairs = zip(*foreseen, strict=True)  # of every layer
         mixed = [[sum(w * both[j] for w, both in zip(weights, by, strict=True)) for j in (0, 1)] for by in pairs]
@@ -829,9 +855,16 @@ def bank(net, xs, method, events=None, network=None):
         if x is None:
             break
         logits = network.run(x, mixed, share)
-        outputs.append(logits)
         observed = [b for b in range(len(x)) if (count + b) % method.observe == 0]
-        each = method.observe  # images that an observed one stands for
+        each, decided, kept = method.observe, None, dict(inputs)  # each: images that an observed one stands for
+        if method.compare and observed:
+            surprises = network.strangeness(mixed)
+            world.watch([surprises[b] for b in observed], len(observed) * each)
+        looking = method.compare and world.look
+        if looking:
+            logits, decided = network.look(x, logits, mixed, share, world)
+            inputs.update(kept)
+        outputs.append(logits)
         if observed:
             labels, keep = logits[observed].argmax(1).tolist(), math.exp(-len(observed) * each / method.horizon)
             seldom = [min(1 / (classes * frequency[label]), 10.0) / len(observed) for label in labels]
@@ -850,24 +883,17 @@ def bank(net, xs, method, events=None, network=None):
                     known[v][i] = [result.class_mean, result.class_var]
                     foreseen[v + 1][i] = torch.from_numpy(result.mean), torch.from_numpy(result.var)
         count += len(x)
-        if not method.compare:
-            continue
-        if observed:
-            world.watch(pixels_of(inputs[layers[0]][observed]), len(observed) * each)
-        looking = world.look
-        before = count - len(x)
-        latest, step = len(x) - looking, max(1, method.compare // 4)
-        due = [n % (8 * method.compare) in range(0, 8 * step, step) for n in range(before, count)]
-        chosen = [b for b in range(len(x)) if (b >= latest if looking else due[b])]
-        if not chosen:
-            continue
-        by_source = network.run(x[chosen], source).softmax(1).numpy()
-        if not looking:
+        before, step = count - len(x), max(1, method.compare // 4)
+        cycle = 8 * method.compare or 1
+        due = [n % cycle in range(0, 8 * step, step) for n in range(before, count)]
+        chosen = [b for b in range(len(x)) if due[b]]
+        if method.compare and chosen and not looking:
+            by_source = network.run(x[chosen], source).softmax(1).numpy()
             probes.add(by_source, logits[chosen].softmax(1).numpy())
-        world.record(network.moments())
-        if not looking or world.look:
+            world.record(network.moments())
+        if not decided:
             continue
-        decision, start = world.arrive(joined(mixed))
+        decision, start = decided
         if events is not None:
             events.append(decision)
         if start is None:
@@ -896,7 +922,7 @@ def named_places(probes, world, memory):
         "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),
         "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
         "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
-        "world.usual": torch.tensor(world.usual, dtype=torch.float64),
+        "world.spread": torch.tensor(world.spread, dtype=torch.float64),
         "world.seen": torch.tensor(world.seen, dtype=torch.float64),
     }
     for i, name in enumerate(("stats", "by_source") if world.places else ()):

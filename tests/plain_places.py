@@ -45,10 +45,12 @@ class PlainProbes:
         self.mean, self.benefit = [np.full(classes, 1 / classes)] * 2, 0.0
         self.spread, self.images = probing.SPREAD, 0.0
 
-    def source_share(self):
+    def source_share(self, distance):
+        middle, half = (probing.NEAR + probing.FAR) / 2, (probing.FAR - probing.NEAR) / 2
+        side = max(-1, min(1, (distance - middle) / half))
         known = self.benefit * self.images / (self.images + probing.FIRST)
-        known += probing.DEVIATIONS * math.sqrt(self.spread / (self.images + 4))
-        return 1 / (1 + math.exp((known - probing.MARGIN) / probing.SCALE))
+        known += side * probing.DEVIATIONS * math.sqrt(self.spread / (self.images + 4))
+        return 1 / (1 + math.exp((known - probing.MARGIN * (1 - side)) / probing.SCALE))
 
     def add(self, source, adapted):
         """Average the probabilities of images by both networks, then what each image says beside the average."""
@@ -65,26 +67,30 @@ class PlainProbes:
 class PlainWorld:
     """The world that a stream is in, and the places where it was."""
 
-    def __init__(self, source, first, eps, room):
-        self.source, self.eps, self.first, self.room = source, eps, first, room
-        self.fast = self.slow = source[:, :first]
-        self.usual, self.age, self.look = 0.05, 0, 0
+    def __init__(self, source, eps, room):
+        self.source, self.eps, self.room = source, eps, room
+        self.fast = self.slow = 0.0
+        self.spread, self.age, self.look = 1.0, 0, 0
         self.by_source, self.seen, self.new, self.places = source, 0, None, []
 
-    def watch(self, shown, count):
-        """Follow the first layer's raw moments ``shown`` of some of ``count`` images; notice a change."""
-        now = sum(shown) / len(shown)
+    def distance(self):
+        return apart(self.by_source, self.source, self.eps)
+
+    def watch(self, surprises, count):
+        """Follow the surprise of some of ``count`` images; notice a change."""
+        now = sum(surprises) / len(surprises)
         known = places.LOOK - self.look if self.look else self.age
 
         def rate(horizon):
             return max(1 - math.exp(-count / horizon), count / (known + count))
 
         self.fast = mix(self.fast, now, rate(places.FAST))
-        gone = apart(self.fast, self.slow, self.eps[: self.first]) if self.age else self.usual
-        changed = not self.look and self.age >= places.LEAST_AGE and gone > places.STEP * self.usual
+        above = self.fast - self.slow if self.age else 0.0
+        much = places.STEP * math.sqrt(self.spread)
+        changed = not self.look and self.age >= places.LEAST_AGE and above > much
         self.slow = now if changed else mix(self.slow, now, rate(places.SLOW))
-        usual = mix(self.usual, min(gone, 4 * self.usual), 1 - math.exp(-count / places.USUAL))
-        self.usual = max(usual, places.LEAST_USUAL)
+        squares = [min((surprise - self.slow) ** 2, 4 * self.spread) for surprise in surprises]
+        self.spread = max(mix(self.spread, sum(squares) / len(squares), rate(places.USUAL)), places.LEAST_SPREAD)
         self.age, self.look = self.age + count, int(places.LOOK) if changed else self.look
 
     def record(self, passed):

@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 import torch
-from test_bank import EVENTS, STREAM
+from test_bank import EVENTS, HOME, STREAM
 from test_equations import BANK_TRIBE, STREAM_OF_MANY, assert_equals_plain_loop
 
 import plain_methods as plain
@@ -78,7 +78,7 @@ def test_streams_of_which_one_learns_at_a_time_equal_each_alone():
 
 
 def test_a_stream_through_several_worlds_learns_as_the_plain_loop():
-    net, method, events = even_network([STREAM]), traveller(learn_every=1, h0=0.5), []
+    net, method, events = even_network([STREAM], home=HOME), traveller(learn_every=1, h0=0.5), []
     outputs, state = play(method, net, STREAM.split(40, 1))
     expected, named = plain.bank_tribe(net, STREAM[0].split(40), method, events)
     assert events == EVENTS[40, 2]
@@ -88,7 +88,7 @@ def test_a_stream_through_several_worlds_learns_as_the_plain_loop():
 
 
 def test_where_the_bank_begins_again_the_parameters_are_those_of_the_source():
-    net, method = even_network([STREAM]), traveller()
+    net, method = even_network([STREAM], home=HOME), traveller()
     state, begun, forgot = method.init(net), leaves(method.init(net)), []
     for x in STREAM.split(40, 1):
         _, new = method.step(net, state, x)

@@ -25,11 +25,21 @@ from torch import Tensor
 
 from tribe.core.bounds import TRUTH
 from tribe.core.rules import Recorded
-from tribe.core.state import Affine, Info, Stats, room_for, select
+from tribe.core.state import Affine, Info, Stats, room_for, select, tree_map
 from tribe.fields import NotNegative, Positive, Range, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.methods.method import Part
-from tribe.methods.places import PlaceMemory, World, arrive, first_world, no_places, record, watch
+from tribe.methods.places import (
+    Arrival,
+    PlaceMemory,
+    World,
+    arrive,
+    first_world,
+    measure_surprise,
+    no_places,
+    record,
+    watch,
+)
 from tribe.methods.probing import Probes, add_probes, first_probes, source_share
 from tribe.norms.balanced import Balanced, ClassSums, published_eta
 
@@ -103,14 +113,9 @@ class Bank(Method):
         frequency = pooled.mean.new_full((streams, self.class_count), 1 / self.class_count)
         source: Stats = net.origin.state.stats
         probes = first_probes(pooled.mean, streams, self.class_count)
-        world = first_world(source, self._first_layer(net), streams)
+        world = first_world(source, streams)
         places = no_places(source, self.memory if self.compare else 0, streams)
         return BankState(stats, pooled, score, frequency, probes, world, places, key, info)
-
-    @staticmethod
-    def _first_layer(net: Backbone) -> slice:
-        """Return the columns of the first layer that has statistics."""
-        return next((columns for columns in net.columns if columns.stop > columns.start), slice(0, 0))
 
     def weights(self, state: BankState) -> Tensor:
         """Return the weights of the source and of every speed in the mixture: (S, V + 1)."""
@@ -118,10 +123,14 @@ class Bank(Method):
         weights = ((bonus - state.score) / self.temperature).softmax(1)
         if not self.compare:
             return weights
-        source = source_share(state.probes).unsqueeze(1)
+        source = self.source_share(state).unsqueeze(1)
         whole = torch.zeros_like(weights)
         whole[:, 0] = 1
         return weights.lerp(whole, source)
+
+    def source_share(self, state: BankState) -> Tensor:
+        """Return the share of the source (S,) beside the weights of the scores."""
+        return source_share(state.probes, state.world.distance)
 
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
@@ -151,21 +160,24 @@ class Bank(Method):
         logits, _, moments = net(batch.x, deployed.affine, deployed.stats, norm, valid=batch.valid)
         seen = batch.valid & finite(logits)
         logits = mask_logits(logits, seen)
+        shown = (observed & seen)[:, part or slice(0)]
+        world = state.world
+        if compares and part is not None:
+            world = self._watch(net, state, deployed, moments, shown)
+        looking, arrival = world.look > 0, None
+        if compares and looking.any():
+            logits, world, arrival = self._look(net, state.places, deployed, world, batch.x, logits, seen)
         if batch.on_prediction is not None:
             batch.on_prediction(logits)
         new = state
         if part is not None:
-            spare, shown = None if batch.retired is None else batch.retired.stats, (observed & seen)[:, part]
+            spare = None if batch.retired is None else batch.retired.stats
             new = self._follow(net, state, moments, logits[:, part].argmax(-1), shown, spare, self.observe)
-            if compares:
-                first = self._first_layer(net)
-                early, weight = Stats(*(t[..., first] for t in moments)), shown.to(moments.mean.dtype)
-                new = new._replace(
-                    world=watch(state.world, early, self.observe * weight.sum(1), weight, net.eps[first])
-                )
             new = select(shown.any(1), new, state)
         if compares:
-            new = self._probe(net, state, new, batch.x, logits, seen)
+            new = self._probe(net, state, new._replace(world=world), batch.x, logits, seen, looking)
+        if arrival is not None:
+            new = self._begin(net, new, arrival)
         return Update(logits, new, seen=seen)
 
     def _part(self, observed: Tensor, valid: Tensor) -> slice | None:
@@ -209,17 +221,18 @@ class Bank(Method):
         pooled = self.norm.follow(state.stats, speeds.view(-1, 1, 1), sums, stats)
         return state._replace(stats=stats, pooled=pooled, score=score, frequency=frequency)
 
+    def _watch(self, net: Backbone, state: BankState, deployed: Deployed, moments: Stats, shown: Tensor) -> World:
+        """Watch the surprise of images; where the source normalises, their moments (S, B, C) are those of its pass."""
+        surprise = measure_surprise(moments, deployed.stats, net.eps)
+        return watch(state.world, surprise, self.observe * shown.sum(1).to(surprise.dtype), shown)
+
     def _probe(
-        self, net: Backbone, old: BankState, new: BankState, x: Tensor, logits: Tensor, seen: Tensor
+        self, net: Backbone, old: BankState, new: BankState, x: Tensor, logits: Tensor, seen: Tensor, looking: Tensor
     ) -> BankState:
-        """Pass some images through the source too; where the world has changed, begin at the place that it is."""
-        world, order = new.world, seen.long().cumsum(1) - 1  # (S, B), the position of each image among those that count
-        looking = (world.look > 0).unsqueeze(1)
-        place, step = order + old.info.images.unsqueeze(1), max(1, self.compare // 4)
+        """Pass some images through the source too."""
+        place, step = seen.long().cumsum(1) - 1 + old.info.images.unsqueeze(1), max(1, self.compare // 4)
         due = (place % (GROUP * self.compare) < GROUP * step) & (place % step == 0)
-        # The last images, of a batch in which the world has changed.
-        latest = order >= seen.sum(1, keepdim=True) - world.look.unsqueeze(1)
-        chosen = seen & torch.where(looking, latest, due)
+        chosen = seen & due & ~looking.unsqueeze(1)
         index = chosen.flatten().nonzero()[:, 0]
         if not len(index):
             return new
@@ -228,26 +241,68 @@ class Bank(Method):
         by_source = Stats(*(_spread(t[0], index, seen.shape) for t in passed.stats))
         passed_logits = _spread(passed.logits[0], index, seen.shape)
         both = chosen & finite(passed_logits)
-        weight = both.to(world.usual.dtype)
-        probes = add_probes(old.probes, mask_logits(passed_logits, both), logits, weight * ~looking)
-        world = record(world, by_source, weight)
-        arrived = looking[:, 0] & (world.look == 0)
-        new = new._replace(probes=probes, world=world)
-        return self._begin(net, old, new, arrived) if arrived.any() else new
+        weight = both.to(new.world.slow.dtype)
+        probes = add_probes(old.probes, mask_logits(passed_logits, both), logits, weight)
+        return new._replace(probes=probes, world=record(new.world, by_source, weight, net.origin.state.stats, net.eps))
 
-    def _begin(self, net: Backbone, old: BankState, new: BankState, arrived: Tensor) -> BankState:
-        """Begin the streams that have ``arrived`` somewhere (S,) at the statistics of that place."""
-        streams, like = len(arrived), self.init(net, len(arrived))
-        current = self.deployed(net, old).stats
-        arrival = arrive(arrived, new.world, new.places, current, net.origin.state.stats, net.eps)
+    def _look(
+        self,
+        net: Backbone,
+        places: PlaceMemory,
+        deployed: Deployed,
+        world: World,
+        x: Tensor,
+        logits: Tensor,
+        seen: Tensor,
+    ) -> tuple[Tensor, World, Arrival | None]:
+        """Pass the images of a new world through the source too, keep better predictions of them, and find the place.
+
+        Of each image, that pass's prediction is kept which its moments surprise least.
+        """
+        looking, eps, own_source = world.look > 0, net.eps, net.origin.state.stats
+        rows = (looking & seen.any(1)).nonzero()[:, 0]
+        if not len(rows):
+            return logits, world, None
+        x, valid, (affine, stats) = x[rows], seen[rows], net.source(len(rows))
+
+        def attempt(affine: Affine, stats: Stats) -> tuple[Tensor, Tensor, Stats]:
+            passed = net(x, affine, stats, Recorded(), valid=valid)
+            surprise = measure_surprise(Stats(*passed.stats), stats, eps)
+            return passed.logits, surprise.where(finite(passed.logits), torch.inf), Stats(*passed.stats)
+
+        mixture, moved = tree_map(lambda t: t[rows], deployed.stats), tree_map(lambda t: t[rows], deployed.affine)
+        own = attempt(moved, mixture)
+        source = attempt(affine, stats)
+        predicted, surprise = [logits[rows], source[0]], [own[1], source[1]]
+        order = valid.long().cumsum(1)
+        latest = order > order[:, -1:] - world.look[rows].unsqueeze(1)
+        weight = (valid & latest & finite(source[0])).to(world.slow.dtype)
+        mean, var, weight = (t.new_zeros(len(seen), *t.shape[1:]).index_copy(0, rows, t) for t in (*source[2], weight))
+        world, arrival = record(world, Stats(mean, var), weight, own_source, eps), None
+        arrived = looking & (world.look == 0)
+        if arrived.any():
+            arrival = arrive(arrived, world, places, deployed.stats, own_source, eps)
+            world = arrival.world
+            if arrival.recalled.any():
+                place = attempt(affine, Stats(*(t[rows] for t in arrival.stats)))
+                predicted.append(place[0])
+                surprise.append(place[1].where(arrival.recalled[rows].unsqueeze(1), torch.inf))
+        best = torch.stack(surprise).argmin(0)[None, ..., None]
+        chosen = torch.stack(predicted).take_along_dim(best, 0)[0]
+        return logits.index_copy(0, rows, mask_logits(chosen, valid)), world, arrival
+
+    def _begin(self, net: Backbone, new: BankState, arrival: Arrival) -> BankState:
+        """Begin the streams that have arrived somewhere at the statistics of that place."""
+        streams = len(arrival.arrived)
+        like = self.init(net, streams)
         begun = Stats(*(t.repeat_interleave(len(new.stats.mean) // streams, 0) for t in arrival.stats))
         stats = Stats(*(t.expand_as(s).clone() for t, s in zip(begun, new.stats, strict=True)))
         score = like.score.clone()
         score[:, 1:] = -(self.bonus + 4 * self.temperature) * arrival.recalled.to(score.dtype).unsqueeze(1)
         doubt = new.probes._replace(images=new.probes.images.clamp_max(2))
-        new = new._replace(probes=select(arrived, doubt, new.probes))
+        new = new._replace(probes=select(arrival.arrived, doubt, new.probes), places=arrival.places)
         fresh = like._replace(stats=stats, pooled=begun, score=score, key=new.key, info=new.info)
-        return select(arrival.moves, fresh, new)._replace(world=arrival.world, places=arrival.places)
+        return select(arrival.moves, fresh, new)._replace(world=new.world, places=arrival.places)
 
     def _surprise(self, net: Backbone, state: BankState, sums: ClassSums, weight: Tensor) -> Tensor:
         """Return the negative log-likelihood of images, weighted by their class (S, G), under each speed: (S, V + 1).

@@ -26,7 +26,7 @@ from tribe.fields import NotNegative, Range
 from tribe.methods import Backbone, Deployed, Frozen, Key, ScreenedBatch, Update, register
 from tribe.methods.bank import Bank
 from tribe.methods.places import PlaceMemory, World
-from tribe.methods.probing import Probes, source_share
+from tribe.methods.probing import Probes
 
 MOST_LEARNED = 32  # images of a batch
 
@@ -77,7 +77,7 @@ class BankTribe(Bank):
     def deployed(self, net: Backbone, state: Any) -> Deployed:
         """Return what has been learned, as far as the source has not taken over, with the mixture of the statistics."""
         bank = super().deployed(net, state)
-        share = source_share(state.probes).unsqueeze(1) if self.compare else torch.zeros_like(state.score[:, :1])
+        share = self.source_share(state).unsqueeze(1) if self.compare else torch.zeros_like(state.score[:, :1])
         affine = tree_map(lambda own, source: torch.lerp(own, source, share), state.affine, bank.affine)
         return Deployed(affine, bank.stats, bank.norm)
 

@@ -1,9 +1,9 @@
 """Notice that the world has changed, and remember the places where the stream has been.
 
-The moments of the first layer's input do not depend on what was adapted. Their average over some 32 images is compared
-with that over some 256; where the Kullback-Leibler divergence is many times the usual one, the world has changed. The
-next images pass the source too, and their moments in all of its layers are compared with the source's statistics and
-with those that were recorded, by the source too, at each place: the place that is much nearer is where the stream is.
+Each image's moments surprise the statistics that normalise it. Where the average surprise over some 32 images is more
+than usual, in deviations of single images, the world has changed. The next images pass the source too, and their
+moments in all layers are compared with the source's statistics and with those that were recorded, by the source too, at
+each place: the place that is much nearer is where the stream is.
 """
 
 from typing import Annotated, NamedTuple
@@ -15,31 +15,33 @@ from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.rules import pool_batch
 from tribe.core.state import Stats
 
-FAST, SLOW = 32.0, 256.0  # images over which the moments of the first layer are averaged
-USUAL = 1024.0  # and their divergence
-LEAST_USUAL = 0.002  # divergence of a camera whose images are all alike, so that the next image is not a new world
-STEP = 8.0  # times the usual divergence: the world has changed
+FAST, SLOW = 32.0, 256.0  # images over which surprise is averaged
+USUAL = 1024.0  # and its variance
+STEP = 1.0  # deviations of an image's surprise: the world has changed
+LEAST_SPREAD = 0.04  # the least variance: where all images are alike, the next one is not a new world
+LEAST = 1e-9  # the least divergence, so that its logarithm is finite
 LEAST_AGE = 64.0  # images in a world before a change is noticed
 LOOK = 16.0  # images of a new world that pass the source, before the place is known
 STAY = 192.0  # images in a world before it is worth remembering
 SEEN = 48.0  # images over which the source's moments are averaged
 FEW = 4.0  # images that the first look at a world weighs
 SAME = 0.03  # divergence below which two places are one
-NEARER = 0.5  # a place is recognised if its divergence is so many times that of the world before
+NEARER = 0.25  # a place is recognised if its divergence is so many times that of the world before
 BACK = 0.4  # and the source's statistics are restored if theirs is
 
 
 class World(NamedTuple):
     """Averages of the world that the stream is in."""
 
-    fast: Stats  # (S, 1, C0), of the first layer
-    slow: Stats
-    usual: Annotated[Tensor, NOT_NEGATIVE]  # (S,), the usual divergence of the two
+    fast: Tensor  # (S,), of surprise
+    slow: Tensor
+    spread: Annotated[Tensor, NOT_NEGATIVE]  # (S,), the variance of an image's surprise
     age: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images since it began
     look: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images that are still to pass the source before the place is known
     by_source: Stats  # (S, 1, C), of the source's pass
     seen: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images in that, at most `SEEN`
     new: Stats  # (S, 1, C), the same of the images after a change
+    distance: Annotated[Tensor, NOT_NEGATIVE]  # (S,), divergence of the source's pass from the source's statistics
 
 
 class PlaceMemory(NamedTuple):
@@ -50,16 +52,14 @@ class PlaceMemory(NamedTuple):
     used: Annotated[Tensor, COUNT]  # (S,) int64, how many of P hold one
 
 
-def first_world(source: Stats, first: slice, streams: int) -> World:
+def first_world(source: Stats, streams: int) -> World:
     """Return a world of no image."""
 
-    def start(columns: slice) -> Stats:
-        return Stats(*(t[..., columns].expand(streams, -1, -1).clone() for t in source))
+    def start() -> Stats:
+        return Stats(*(t.expand(streams, -1, -1).clone() for t in source))
 
-    zero, every = source.mean.new_zeros(streams), slice(None)
-    usual = torch.full_like(zero, 0.05)
-    age, look, seen = (zero.clone() for _ in range(3))
-    return World(start(first), start(first), usual, age, look, start(every), seen, start(every))
+    fast, slow, age, look, seen, distance = (source.mean.new_zeros(streams) for _ in range(6))
+    return World(fast, slow, torch.ones_like(fast), age, look, start(), seen, start(), distance)
 
 
 def no_places(source: Stats, places: int, streams: int) -> PlaceMemory:
@@ -89,43 +89,45 @@ def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
     return 0.5 * (ratio - 1 - (var / other).log()).mean(-1)
 
 
-def watch(world: World, moments: Stats, images: Tensor, weight: Tensor, eps: Tensor) -> World:
-    """Average the first layer's moments (S, B, C0), and decide whether the world has changed.
+def measure_surprise(moments: Stats, stats: Stats, eps: Tensor) -> Tensor:
+    """Return how surprising the moments of each image (S, B, C) are where statistics (S, 1, C) normalise: (S, B)."""
+    ratio = (moments.var + eps + (moments.mean - stats.mean).square()) / (stats.var + eps)
+    surprise: Tensor = (0.5 * (ratio - 1 - ratio.log()).mean(-1)).clamp_min(LEAST).log()
+    return surprise
+
+
+def watch(world: World, surprise: Tensor, images: Tensor, seen: Tensor) -> World:
+    """Average the surprise (S, B) of the samples ``seen``, and decide whether the world has changed.
 
     Args:
         world: the averages.
-        moments: of the samples that were recorded.
-        images: how many images came (S,).
-        weight: which samples count (S, B).
-        eps: of the first layer (C0,).
+        surprise: of the samples that were recorded.
+        images: how many images these stand for (S,).
+        seen: which samples count (S, B).
     """
-    images = torch.where(weight.any(1), images, 0)  # none may be among the samples
-    came = images > 0
-    mean, var = pool_samples(moments, weight)
-
+    came, count = seen.any(1), seen.sum(1).clamp_min(1)
     known = torch.where(world.look > 0, LOOK - world.look, world.age)
+
+    def average(t: Tensor) -> Tensor:
+        return torch.where(seen, t, 0).sum(1) / count
 
     def rate(horizon: float) -> Tensor:
         """Return the weight of these images in an average, which begins as a plain mean."""
         at_first = images / (known + images).clamp_min(1)
         return torch.where(came, torch.maximum(1 - torch.exp(-images / horizon), at_first), 0)
 
-    fast = merge(world.fast, mean, var, rate(FAST))
-    apart = torch.where(came & (world.age > 0), divergence(fast, world.slow, eps)[:, 0], world.usual)
-    changed = (apart > STEP * world.usual) & (world.age >= LEAST_AGE) & (world.look == 0)
-    slow = merge(world.slow, mean, var, torch.where(changed, 1.0, rate(SLOW)))
-    usual = torch.lerp(world.usual, torch.minimum(apart, 4 * world.usual), 1 - torch.exp(-images / USUAL))
-    usual = usual.clamp_min(LEAST_USUAL)
-    return world._replace(
-        fast=fast,
-        slow=slow,
-        usual=usual,
-        age=world.age + images,
-        look=torch.where(changed, LOOK, world.look),
-    )
+    mean = average(surprise)
+    fast = torch.lerp(world.fast, mean, rate(FAST))
+    above = fast - torch.where(world.age > 0, world.slow, fast)
+    changed = (above > STEP * world.spread.sqrt()) & (world.age >= LEAST_AGE) & (world.look == 0)
+    slow = torch.lerp(world.slow, mean, torch.where(changed, 1.0, rate(SLOW)))
+    spread = average((surprise - slow.unsqueeze(1)).square().minimum(4 * world.spread.unsqueeze(1)))
+    spread = torch.lerp(world.spread, spread, rate(USUAL)).clamp_min(LEAST_SPREAD)
+    look = torch.where(changed, LOOK, world.look)
+    return world._replace(fast=fast, slow=slow, spread=spread, age=world.age + images * came, look=look)
 
 
-def record(world: World, moments: Stats, weight: Tensor) -> World:
+def record(world: World, moments: Stats, weight: Tensor, source: Stats, eps: Tensor) -> World:
     """Average the moments (S, B, C) of the source's pass over the images of weight 1, (S, B).
 
     While a new world is looked at, they are averaged beside those of the world before.
@@ -135,8 +137,10 @@ def record(world: World, moments: Stats, weight: Tensor) -> World:
     mean, var = pool_samples(moments, weight)
     known = torch.where(looking, LOOK - world.look, world.seen)
     rate = torch.where(added > 0, torch.maximum(added / (known + added).clamp_min(1), added / SEEN).clamp_max(1), 0)
+    by_source = merge(world.by_source, mean, var, torch.where(looking, 0, rate))
     return world._replace(
-        by_source=merge(world.by_source, mean, var, torch.where(looking, 0, rate)),
+        by_source=by_source,
+        distance=divergence(by_source, source, eps)[:, 0],
         new=merge(world.new, mean, var, torch.where(looking, rate, 0)),
         seen=torch.where(looking, world.seen, (world.seen + added).clamp_max(SEEN)),
         look=(world.look - added).clamp_min(0),
@@ -146,6 +150,7 @@ def record(world: World, moments: Stats, weight: Tensor) -> World:
 class Arrival(NamedTuple):
     """The decision after a change."""
 
+    arrived: Tensor  # (S,) bool, which streams there is a decision for
     moves: Tensor  # (S,) bool, whether statistics start from ``stats``
     stats: Stats  # (S, 1, C)
     recalled: Tensor  # (S,) bool, whether they were remembered
@@ -183,8 +188,9 @@ def arrive(arrived: Tensor, world: World, places: PlaceMemory, current: Stats, s
     chosen = arrived.view(-1, 1, 1)
     by_source = Stats(*(torch.where(chosen, a, b) for a, b in zip(world.new, world.by_source, strict=True)))
     seen, age = torch.where(arrived, FEW, world.seen), torch.where(arrived, LOOK, world.age)
-    world = world._replace(by_source=by_source, seen=seen, age=age)
-    return Arrival(known | back, start, known, world, places)
+    distance = torch.where(arrived, clean, world.distance)
+    world = world._replace(by_source=by_source, seen=seen, age=age, distance=distance)
+    return Arrival(arrived, known | back, start, known, world, places)
 
 
 def _remember(

@@ -17,8 +17,9 @@ from tribe.core.bounds import NOT_NEGATIVE
 
 MEMORY = 128.0  # images over which predictions are averaged
 FIRST = 8.0  # images that the even predictions before the first image weigh
-MARGIN = 0.01  # of benefit: adapting must be better by so much
-DEVIATIONS = 1.0  # standard errors by which adapting gets the benefit of the doubt
+MARGIN = 0.015  # of benefit: near the source, adapting must be better by twice as much
+DEVIATIONS = 1.0  # standard errors that the benefit of the doubt is worth
+NEAR, FAR = 0.03, 0.06  # divergence from the source: who gets it
 SCALE = 0.02  # of benefit: how softly the source takes over
 SPREAD = 0.1  # of an image's benefit, the variance before any image
 MOST = 0.5  # nats of benefit that an image may have: single images must not decide
@@ -40,12 +41,16 @@ def first_probes(like: Tensor, streams: int, classes: int) -> Probes:
     return Probes(even, zero, torch.full_like(zero, SPREAD), zero.clone())
 
 
-def source_share(probes: Probes) -> Tensor:
-    """Return how much of the normalisation the source should take over, (S,): 0 unless it is known to be better."""
+def source_share(probes: Probes, distance: Tensor) -> Tensor:
+    """Return how much of the normalisation the source should take over, (S,).
+
+    In a world near to the source's (``distance``, (S,)) the source gets the benefit of the doubt; far away, adapting.
+    """
     images = probes.images
     known = probes.benefit * images / (images + FIRST)
     doubt = DEVIATIONS * (probes.spread / (images + 4)).sqrt()
-    share: Tensor = ((MARGIN - known - doubt) / SCALE).sigmoid()
+    side = ((distance - (NEAR + FAR) / 2) * (2 / (FAR - NEAR))).clamp(-1, 1)
+    share: Tensor = ((MARGIN * (1 - side) - known - side * doubt) / SCALE).sigmoid()
     return share
 
 
