@@ -112,7 +112,7 @@ CASES = [
     ("sotta", {**SOTTA, "frozen_tail": 0.0}),
     ("sotta", {**SOTTA, "frozen_tail": 0.5}),
     ("snap", {**MEMORY, "learn_every": 1}),
-    ("snap", {**MEMORY, "learn_every": 2, "k": 1.0, "momentum": 0.5, "size": 7}),
+    ("snap", {**MEMORY, "learn_every": 2, "k": 4.0, "momentum": 0.5, "size": 7}),
     ("bank", {"bonus": 0.01, "horizon": 20.0, "compare": 0, "observe": 1}),
     ("bank", {"speeds": (0.3, 0.05), "gamma": 0.2, "temperature": 0.1, "compare": 0, "observe": 1}),
     *(("bank", {"horizon": 20.0, "compare": probe, "observe": 1}) for probe in (1, 2, 5)),

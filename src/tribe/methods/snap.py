@@ -73,13 +73,13 @@ class Snap(MemoryMethod):
 
     NOTE: as released, but (1) the first batch is not learned from before the memory exists; (2) the memory is brought
     up to date once a batch, so that no order among its images matters; (3) distances are those on arrival, where the
-    released code measures them again if the average moves far. The released memory is as large as a batch, 16.
+    released code measures them again if the average moves far. The released memory is as large as a batch.
     """
 
     learn_every: Count = 8  # batches, of which the first is learned from
     tau: Share = 0.5  # tau_conf, least confidence of an image that is remembered
     momentum: Share = 0.1  # share of the newest batch in the average moments
-    k: NotNegative = 4.0  # standard errors of a batch's deviation from the memory that count as chance
+    k: NotNegative = 1.0  # standard errors of a batch's deviation from the memory that count as chance
 
     small = {"size": 8, "learn_every": 2}
     paper = "Cha et al., SNAP: low-latency test-time adaptation with sparse updates, NeurIPS 2025"
