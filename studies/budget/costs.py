@@ -62,8 +62,10 @@ def _measured(net: Backbone, method: AnyMethod, x: Tensor) -> StepCosts:
 
 def images(bench: Bench) -> Tensor:
     """Return a batch of all domains (1, B, C, H, W): the cost of some methods depends on what they see."""
-    names = bench.data.domains
-    chosen = [bench.data.images(names[i % len(names)], torch.tensor([i // len(names)])) for i in range(BATCH)]
+    domains, chosen = bench.data.domains, []
+    for i in range(BATCH):
+        name = domains[i % len(domains)]
+        chosen.append(bench.data.images(name, torch.tensor([i // len(domains) % len(bench.data.labels(name))])))
     return torch.cat(chosen).unsqueeze(0).to(bench.device)
 
 

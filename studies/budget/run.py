@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--seeds", default="425,5")
     p.add_argument("--realtime", help="speeds of streams that do not wait, such as 1,2,4")
     p.add_argument("--name", help="of the file of results: budget, peers or realtime, and what is in it")
-    play_or_render(p, argv, FOLDER, tables.BLOCKS, measure)
+    play_or_render(p, argv, FOLDER, tables.BLOCKS, measure, tables.draw)
 
 
 if __name__ == "__main__":
