@@ -101,7 +101,8 @@ class Snap(MemoryMethod):
     @torch.no_grad()
     def look(self, net: Backbone, state: SnapState, batch: ScreenedBatch) -> SnapPrediction:
         """Predict a batch, and compare the moments of its images with those of the stream."""
-        first, moments = next((slot for slot in net.slots if slot.tracked), None), []
+        first = next((slot for slot in net.slots if slot.tracked), None)
+        moments: list[Tensor] = []  # of the images (S, B, c)
 
         def hook(slot: Slot, images: Tensor) -> None:
             current = current_pass.get()
