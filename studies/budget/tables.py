@@ -89,7 +89,7 @@ def _realtime(rows: list[Row]) -> str:
 
 def draw(folder: Path, path: Path = PICTURE) -> None:
     """Draw error against cost: a panel for each cell, a line through the budgets of each method."""
-    (rows, *_) = _networks("peers*_*.json", folder)
+    rows = max(_networks("peers*_*.json", folder), key=len)
     panels: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if "cell" in row:
@@ -99,10 +99,10 @@ def draw(folder: Path, path: Path = PICTURE) -> None:
 
 
 def _networks(pattern: str, folder: Path) -> list[list[Row]]:
-    """Return the rows of each data set and network, of all files that match."""
-    networks: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    """Return the rows of each data set, network and number of images, of all files that match."""
+    networks: dict[tuple[str, str, int], list[Row]] = defaultdict(list)
     for row in read(pattern, folder):
-        networks[row["dataset"], row["model"]].append(row)
+        networks[row["dataset"], row["model"], row["most"]].append(row)
     return list(networks.values())
 
 

@@ -4,6 +4,7 @@ tribe.experiments.plots.save(tribe.experiments.plots.errors(records), "chart.svg
 """
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -66,24 +67,27 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str]) -
 
 
 def error_against_cost(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> "Figure":
-    """Draw error in % against cost in multiples of plain inference: panels side by side, a line for each method.
+    """Draw error in % against cost in multiples of plain inference: a panel each, a line for each method.
 
     A line joins the points (cost, error) of a method: its budgets. Lower left is better.
     """
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    figure, drawn = _panels((1.0 + 3.4 * len(panels), 4.2), (1,), columns=len(panels))
-    for axes, (title, lines) in zip(drawn, panels.items(), strict=True):
+    rows = 1 + (len(panels) > 3)
+    columns = max(1, math.ceil(len(panels) / rows))
+    figure, drawn = _panels((1.0 + 3.4 * columns, 1.2 + 3.0 * rows), (1,) * rows, columns=columns)
+    for axes in drawn[len(panels) :]:
+        axes.remove()
+    for axes, (title, lines) in zip(drawn, panels.items(), strict=False):
         for name, points in lines.items():
             cost, error = zip(*sorted(points), strict=True)
             axes.plot(cost, error, label=plain_label(name), **line_style(names.index(name)))
-        axes.set(title=plain_label(title), xlabel="cost, x plain inference", xscale="log")
+        axes.set(title=plain_label(title), xlabel="cost, x plain inference", ylabel="instance error, %", xscale="log")
         spread = [cost for points in lines.values() for cost, _ in points]
         ticks = [tick for tick in COSTS if min(spread) <= 1.1 * tick and tick <= 1.1 * max(spread)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     if panels:
-        drawn[0].set_ylabel("instance error, %")
         labels = {
             label: handle for axes in drawn for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
