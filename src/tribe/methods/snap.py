@@ -152,7 +152,7 @@ class Snap(MemoryMethod):
         x = memory.images(state.memory, shape)
         grads, stats = entropy_gradient(net, state.affine, state.stats, Training(1.0), x, counts)
         moved, moments = optim.adam_step(state.affine, grads, state.adam, self.lr)
-        learned = state.memory.arrivals
+        learned = state.memory.arrivals.clone()
         return select(counts.any(1), state._replace(affine=moved, stats=stats, adam=moments, learned=learned), state)
 
 
