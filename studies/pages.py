@@ -35,11 +35,17 @@ def play_or_render(
     study: Path,
     blocks: Mapping[str, Block],
     measure: Callable[[argparse.Namespace], None],
+    draw: Callable[[Path], None] | None = None,
 ) -> None:
-    """Read the options of a study and measure; with ``--render`` write the tables of its README instead."""
+    """Read the options of a study and measure; with ``--render`` write the tables of its README instead.
+
+    ``draw`` then also draws its picture, from its folder of results.
+    """
     parser.add_argument("--render", action="store_true", help="write the tables of README.md, and play nothing")
     options = parser.parse_args(argv)
     if options.render:
         render(study, blocks)
+        if draw is not None:
+            draw(study / "results")
     else:
         measure(options)

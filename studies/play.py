@@ -22,6 +22,7 @@ from tribe.data.datasets import Dataset, optional
 from tribe.data.scenarios import Scenario, Schedule
 from tribe.experiments import metrics
 from tribe.experiments.provenance import machine
+from tribe.experiments.realtime import Realtime
 from tribe.experiments.record import Record
 from tribe.experiments.replay import replay
 from tribe.experiments.runner import run
@@ -123,13 +124,20 @@ class AlwaysOn(Markov):
         return super().step(state, logits, valid)._replace(used=informative(logits, valid))
 
 
-def play(bench: Bench, method: str, scenario: Scenario, seeds: Sequence[int], limit: int | None = None) -> list[Record]:
+def play(
+    bench: Bench,
+    method: str,
+    scenario: Scenario,
+    seeds: Sequence[int],
+    limit: int | None = None,
+    realtime: Realtime | None = None,
+) -> list[Record]:
     """Adapt over the streams of all seeds side by side; ``limit``: the most images of each."""
     net, built = bench.method(method)
     whole = scenario.on(bench.data.domains)
     shown = whole if limit is None else Shortened(whole.domains, whole=whole, most=limit)
     stream = Stream(bench.data, shown, seeds, BATCH)  # type: ignore[arg-type]
-    return run(net, built, stream, spec={}, keep_outputs=True, progress=Progress(method))
+    return run(net, built, stream, spec={}, keep_outputs=True, progress=Progress(method), realtime=realtime)
 
 
 def filtered(bench: Bench, records: list[Record], rule: TimeFilter | None) -> list[Record]:

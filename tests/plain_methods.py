@@ -560,6 +560,71 @@ def sotta(net, xs, method):
     return torch.stack(outputs).split(len(xs[0])), named | counts
 
 
+def snap(net, xs, method):
+    """SNAP with TENT (NeurIPS 2025); the running statistics of the layers are those of the memory."""
+    module, weights, biases = ordinary(net, net.source()[1])
+    layers = [m for m in module if isinstance(m, nn.BatchNorm2d)]
+    for layer in layers:
+        layer.momentum = 1.0
+    adam = torch.optim.Adam([*weights, *biases], lr=method.lr)
+    world_mean, world_var = layers[0].running_mean.clone(), layers[0].running_var.clone()
+    held, outputs, steps, refused = [], [], 0, 0  # (image, class, distance), and whether it was learned from
+    used = set()
+
+    def corrected(x):
+        for m in module:
+            if isinstance(m, nn.BatchNorm2d):
+                pixels = x[0, 0].numel()
+                var = m.running_var + m.eps
+                apart = x.mean((0, 2, 3)) - m.running_mean
+                mean = m.running_mean + apart.sign() * (apart.abs() - method.k * (var / pixels).sqrt()).clamp_min(0)
+                wider = x.var((0, 2, 3), unbiased=False) * pixels / (pixels - 1) - m.running_var
+                chance = method.k * var * math.sqrt(2 / (pixels - 1))
+                var = (m.running_var + wider.sign() * (wider.abs() - chance).clamp_min(0)).clamp_min(0)
+                mean, var, weight, bias = (t[:, None, None] for t in (mean, var + m.eps, m.weight, m.bias))
+                x = weight * (x - mean) / var.sqrt() + bias
+            else:
+                x = m(x)
+        return x
+
+    for number, x in enumerate(xs):
+        with torch.no_grad():
+            z, early = corrected(x), module[0](x)
+        outputs.append(z)
+        mean, var = early.mean((0, 2, 3)), early.var((0, 2, 3), unbiased=False)
+        world_mean += method.momentum * (mean - world_mean)
+        world_var += method.momentum * (var - world_var)
+        offered = list(held)
+        for image, logits, own in zip(x, z, early, strict=True):
+            mean, sigma = own.mean((1, 2)), own.var((1, 2), unbiased=False).sqrt()
+            distance = math.sqrt(float(((mean - world_mean) ** 2 + (sigma - world_var.sqrt()) ** 2).sum()))
+            if float(logits.softmax(0).max()) > method.tau:
+                offered.append((image, int(logits.argmax()), distance))
+            else:
+                refused += 1
+        chosen = []
+        for kind in (False, True):
+            mine = sorted((o for o in offered if (id(o) in used) == kind), key=lambda o: o[2])
+            while mine:  # the nearest image of each class that has one left
+                nearest = [next(o for o in mine if o[1] == k) for k in dict.fromkeys(o[1] for o in mine)]
+                chosen += nearest
+                mine = [o for o in mine if not any(o is n for n in nearest)]
+        kept = {id(o) for o in chosen[: method.size]}
+        held = [o for o in offered if id(o) in kept]
+        if number % method.learn_every == 0 and held:
+            module.train()
+            descend(adam, entropies(module(torch.stack([o[0] for o in held]))).mean())
+            used, steps = {id(o) for o in held}, steps + 1
+    assert steps > 1
+    assert 0 < refused < sum(map(len, xs)) / 2, "all images were confident: the choice was not tested"
+    assert len({o[1] for o in held}) > 1
+    named = learned(weights, biases) | {"memory.image": torch.stack([o[0] for o in held]).flatten(1)}
+    for kind in ("mean", "var"):
+        named[f"stats.{kind}"] = torch.cat([getattr(m, f"running_{kind}") for m in layers])[None]
+    named |= {"world.mean": world_mean[None], "world.var": world_var[None]}
+    return outputs, named | {"adam.steps": torch.tensor(steps)}
+
+
 def bdn(net, xs, method):
     """UniTTA's BDN (2024) at the first layer; Balanced BN is the slow loop of `reference`."""
     module, _, _ = ordinary(net, net.source()[1])

@@ -67,3 +67,15 @@ def test_heat_maps_show_numbers_labels_and_the_cells_that_are_marked():
     assert (left.get_xlabel(), left.get_ylabel(), left.get_title()) == ("lr", "eta", "error")
     boxes = [(box.get_label(), round(box.get_x()), round(box.get_y())) for box in left.patches]
     assert boxes == [("best with labels", 0, 0), ("best without", 1, 1)]
+
+
+def test_error_against_cost_has_a_line_through_the_budgets_of_each_method():
+    bursts = {"source": [(1.0, 50.0)], "tent": [(3.0, 40.0), (1.5, 45.0)]}
+    figure = plots.error_against_cost({"in bursts": bursts, "iid": {"tent": [(1.5, 44.0)]}})
+    left, right = figure.axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in left.get_lines()}
+    assert lines == {"source": [[1.0, 50.0]], "tent": [[1.5, 45.0], [3.0, 40.0]]}, "in the order of the costs"
+    assert [axes.get_title() for axes in (left, right)] == ["in bursts", "iid"]
+    assert left.get_lines()[1].get_color() == right.get_lines()[0].get_color(), "a method has one colour"
+    assert left.get_xscale() == "log"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["source", "tent"]

@@ -30,6 +30,7 @@ REFUSED = {  # each value alone; the message names the field
     "sotta": {"c_0": [1.5], "momentum": [1.5], "every": [0], "frozen_tail": ["layer4"]},
     "petta": {"alpha_0": [1.5], "lambda_0": [-1.0], "loss": ["mse"], "alpha_bn": [2.0], "size": [0]},
     "bank": {"speeds": [(), (2.0,), (0.1, 0.1), (0.0, 0.1)], "temperature": [0.0]},
+    "snap": {"tau": [1.5], "momentum": [-0.1], "k": [-1.0], "learn_every": [0], "size": [0]},
     "bdn": {"eta": [2.0], "domains": [1]},
 }
 SELFTRAIN = {"rule": [3], "teacher": ["frozen", "ema"], "nu": [2.0], "memory": [-1]}  # beside its variants

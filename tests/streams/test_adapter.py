@@ -138,6 +138,7 @@ def test_layouts_of_one_stream_and_of_many():
 MORE, OTHER = "more than a pass of a network", "no ordinary layer does: Instance"
 NOT_EXPORTED = dict.fromkeys(("bdn", "cmf", "cotta", "lame", "petal", "roid"), MORE)
 NOT_EXPORTED |= dict.fromkeys(("note", "selftrain/iabn"), OTHER) | {"source+time": "filters its predictions over time"}
+NOT_EXPORTED |= {"snap": "normalises as no ordinary layer does: Corrected"}
 
 
 @pytest.mark.parametrize(("method", "why"), NOT_EXPORTED.items())

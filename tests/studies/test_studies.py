@@ -7,6 +7,9 @@ import torch
 
 from places import ROOT
 from studies import pages
+from studies.budget import costs
+from studies.budget import run as budget
+from studies.budget import tables as budget_tables
 from studies.guard import cost as guard_cost
 from studies.guard import run as guard
 from studies.health import pack, tables
@@ -17,8 +20,15 @@ from studies.time import run as time
 from studies.time import tables as time_tables
 from tribe.experiments.record import Record
 from tribe.health import calibration
+from tribe.streams.budget import StepCosts
 
-BLOCKS = {"time": time_tables.BLOCKS, "health": tables.BLOCKS, "guard": guard.BLOCKS, "networks": networks.BLOCKS}
+BLOCKS = {
+    "budget": budget_tables.BLOCKS,
+    "time": time_tables.BLOCKS,
+    "health": tables.BLOCKS,
+    "guard": guard.BLOCKS,
+    "networks": networks.BLOCKS,
+}
 
 
 @pytest.mark.parametrize("study", BLOCKS)
@@ -83,3 +93,44 @@ def test_networks(few_digits, tmp_path):
     text = networks.errors(tmp_path)
     assert "|  | clean | fog | stripe | mean of 2 corruptions |" in text
     assert [line.split(" | ")[0] for line in text.splitlines()[4:]] == ["| TEST", "| BN"]
+
+
+COSTS = {"source": (1, 1), "tent": (3, 1.25), "rotta": (5, 1), "snap": (4, 1.2), "bank": (1.1, 1), "cotta": (40, 30)}
+
+
+def test_budget(few_digits, tmp_path, monkeypatch):
+    """The costs of a file are not measured: a budget sets what they allow, and the clock counts them."""
+    monkeypatch.setattr(costs, "measure", lambda *_: StepCosts(8.0, 0.5, 2.0))
+    rows = [{"method": name, "learn": learn, "rest": rest, "cost": learn} for name, (learn, rest) in COSTS.items()]
+    (tmp_path / "costs_live-mnist-c_compact.json").write_text(json.dumps({"rows": rows}))
+    options = ["--dataset", "live-mnist-c", "--model", "compact", "--data", str(few_digits), "--out", str(tmp_path)]
+    options += ["--corruptions", "fog@5,stripe@5", "--most", "20", "--device", "cpu", "--seeds", "1,2"]
+    names = "source,lame,tent@1.5,rotta@1.5,cotta@1.5,snap@3,snap:5,bank"
+    budget.main([*options, "--cells", "iid,continual", "--name", "peers", "--methods", names])
+    budget.main([*options, "--cells", "iid", "--realtime", "1,4", "--methods", "source,bank,rotta"])
+    found = {row["method"]: row for row in budget_tables.read("peers_*.json", tmp_path)}
+    assert {name: (row["every"], row["cost"]) for name, row in found.items() if "cell" in row} == {
+        "source": (1, 1),
+        "lame": (1, 4),  # measured
+        "tent@1.5": (7, 1.5),
+        "rotta@1.5": (8, 1.5),
+        "snap@3": (2, 2.6),
+        "snap:5": (5, 1.76),
+        "bank": (1, 1.1),
+    }
+    assert json.loads((tmp_path / "costs_live-mnist-c_compact.json").read_text())["rows"][-1]["method"] == "lame"
+    text = budget_tables.peers(tmp_path)
+    assert "| 1.5 | cotta |  | more |" in text
+    assert "| 1.5 | tent | 7 | 1.50 x |" in text
+    assert "| method | cost | iid, 1 x | iid, 4 x |" in budget_tables.realtime(tmp_path)
+    budget_tables.draw(tmp_path, tmp_path / "budget.svg")
+    assert "continual" in (tmp_path / "budget.svg").read_text()
+
+
+def test_the_tables_of_a_budget_mark_the_lowest_of_each_budget(tmp_path):
+    shared = {"dataset": "d", "model": "m", "corruptions": ["fog"], "most": 9, "seeds": [1]}
+    errors = {"source": 9.0, "tent@1.5": 8.0, "bank@1.5": 7.0, "tent@3": 6.0, "bank@3": 6.04}
+    rows = [{"cell": "iid", "method": m, "every": 2, "cost": 1.5, "error": [e]} for m, e in errors.items()]
+    (tmp_path / "peers_d_m_1.json").write_text(json.dumps({"settings": shared, "rows": rows}))
+    lines = [line for line in budget_tables.peers(tmp_path).splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[-1].rstrip(" |") for line in lines] == ["9.0", "8.0", "**7.0**", "**6.0**", "**6.0**"]

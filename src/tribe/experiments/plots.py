@@ -4,6 +4,7 @@ tribe.experiments.plots.save(tribe.experiments.plots.errors(records), "chart.svg
 """
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -27,6 +28,7 @@ MARKERS = "osD^v<>pX*"
 MARKS = ("#D55E00", "#CC79A7")
 MOST_CELLS = 400  # of a map whose cells show their numbers
 WINDOW = 64  # images of a stream whose balance is one point
+COSTS = (1, 1.5, 2, 3, 5, 10, 20, 50, 100)  # that an axis names
 FORMATS = (".svg", ".png", ".pdf")
 NEEDS = "charts need matplotlib: pip install 'tribe-tta[plots]'"
 
@@ -61,6 +63,35 @@ def schedule(plan: Schedule, labels: Sequence[Tensor], domains: Sequence[str]) -
         for start in starts.tolist():
             below.axvline(start, color="#999999", linewidth=0.5)
     below.set(xlabel="image of the stream", ylabel=f"balance in {WINDOW}", ylim=(0, 1.02), xlim=(0, len(plan.index)))
+    return figure
+
+
+def error_against_cost(panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> "Figure":
+    """Draw error in % against cost in multiples of plain inference: a panel each, a line for each method.
+
+    A line joins the points (cost, error) of a method: its budgets. Lower left is better.
+    """
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    rows = 1 + (len(panels) > 3)
+    columns = max(1, math.ceil(len(panels) / rows))
+    figure, drawn = _panels((1.0 + 3.4 * columns, 1.2 + 3.0 * rows), (1,) * rows, columns=columns)
+    for axes in drawn[len(panels) :]:
+        axes.remove()
+    for axes, (title, lines) in zip(drawn, panels.items(), strict=False):
+        for name, points in lines.items():
+            cost, error = zip(*sorted(points), strict=True)
+            axes.plot(cost, error, label=plain_label(name), **line_style(names.index(name)))
+        axes.set(title=plain_label(title), xlabel="cost, x plain inference", ylabel="instance error, %", xscale="log")
+        spread = [cost for points in lines.values() for cost, _ in points]
+        ticks = [tick for tick in COSTS if min(spread) <= 1.1 * tick and tick <= 1.1 * max(spread)]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    if panels:
+        labels = {
+            label: handle for axes in drawn for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, fontsize="small")
     return figure
 
 
