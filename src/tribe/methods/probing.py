@@ -17,9 +17,9 @@ from tribe.core.bounds import NOT_NEGATIVE
 
 MEMORY = 128.0  # images over which predictions are averaged
 FIRST = 8.0  # images that the even predictions before the first image weigh
-MARGIN = 0.015  # of benefit: near the source, adapting must be better by twice as much
+MARGIN = 0.02  # of benefit: near the source, adapting must be better by twice as much
 DEVIATIONS = 1.0  # standard errors that the benefit of the doubt is worth
-NEAR, FAR = 0.03, 0.06  # divergence from the source: who gets it
+NEAR, FAR = 0.02, 0.04  # divergence from the source: who gets it
 SCALE = 0.02  # of benefit: how softly the source takes over
 SPREAD = 0.1  # of an image's benefit, the variance before any image
 MOST = 0.5  # nats of benefit that an image may have: single images must not decide
