@@ -260,6 +260,19 @@ def test_a_guard_that_is_not_fitted_does_not_lean():
     assert Guard().lean(net, deploys(adapted), None) is adapted
 
 
+def test_no_guard_leans_on_the_source_for_a_bank_which_does_so_itself():
+    net, guarded = small_backbone(), ready("bank+guard", lean_half=0.1, lean_single=0.3)
+    state = guarded.init(net)
+    for images in pictures(1, 40).split(8, 1):
+        _, state = guarded.step(net, state, 0.3 * images)
+    own, leaning = guarded.method.deployed(net, state.method), guarded.deployed(net, state)
+    torch.testing.assert_close(leaning.stats.mean, own.stats.mean, atol=0, rtol=0)
+    source = guarded.method.weights(state.method)[:, 0]
+    (health,) = guarded.guard.health(net, guarded.method, state)
+    assert health.followed == pytest.approx(1 - float(source))
+    assert 0 < health.followed <= 1
+
+
 def test_the_statistics_of_a_batch_are_mixed_with_the_sources():
     net = small_backbone()
     leaned = Guard(lean_batch=0.3).lean(net, deploys(Deployed(*net.source(), PerBatch())), None)

@@ -181,8 +181,9 @@ class Watch:
             return found
         anchored = method.anchored(net, state.method)
         seen = adapted.stats if anchored is None else anchored
-        moved, followed = distance_of_statistics(net, seen).tolist(), self.follow(net, state.method, seen).tolist()
-        rows = zip(found, moved, followed, strict=True)
+        own = method.followed(state.method)
+        followed = self.follow(net, state.method, seen) if own is None else own
+        rows = zip(found, distance_of_statistics(net, seen).tolist(), followed.tolist(), strict=True)
         return [health._replace(statistics=far, followed=share) for health, far, share in rows]
 
     def read_health(self, net: Backbone, method: Method, guard: GuardState, info: Info) -> list[Health]:
@@ -290,7 +291,7 @@ class Guard(Watch):
             return adapted  # it has no statistics, or weights that were adapted together with them
         if isinstance(adapted.norm, PerBatch):
             return replace(adapted, norm=MixedBatch(self.lean_batch)) if type(adapted.norm) is PerBatch else adapted
-        if self.lean_half is None:
+        if self.lean_half is None or method.followed(state) is not None:
             return adapted
         affine, stats = net.origin.state
         anchored = method.anchored(net, state)

@@ -132,6 +132,10 @@ class Bank(Method):
         """Return the share of the source (S,) beside the weights of the scores."""
         return source_share(state.probes, state.world.distance)
 
+    def followed(self, state: BankState) -> Tensor:
+        """Return the share of all speeds in the mixture, (S,)."""
+        return 1 - self.weights(state)[:, 0]
+
     def deployed(self, net: Backbone, state: BankState) -> Deployed:
         """Return the source's parameters with the mixture of the statistics."""
         weights = self.weights(state).unsqueeze(2)

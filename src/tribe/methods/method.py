@@ -181,6 +181,13 @@ class Method(ABC):
         """
         return None
 
+    def followed(self, state: Any) -> Tensor | None:
+        """Return the share of the adapted statistics in those that predict (S,); None: a guard decides it.
+
+        Methods that weigh the source's statistics themselves return it: no guard leans on the source a second time.
+        """
+        return None
+
     # -- what users call ---------------------------------------------------------------------------------------------
 
     def step(
