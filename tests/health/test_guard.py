@@ -137,7 +137,9 @@ def test_a_wrong_learning_rate_moves_no_further_than_the_limit():
 
 def deploys(network):
     """A method whose network this is, whatever its state."""
-    return SimpleNamespace(deployed=lambda net, state: network, anchored=lambda net, state: None)
+    return SimpleNamespace(
+        deployed=lambda net, state: network, anchored=lambda net, state: None, followed=lambda state: None
+    )
 
 
 def test_the_share_of_adapted_statistics_by_hand():
