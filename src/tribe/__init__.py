@@ -33,6 +33,7 @@ from tribe.streams.adapter import Adapter, adapt, load
 from tribe.streams.budget import Budget, Deadline
 
 if TYPE_CHECKING:
+    from tribe import onnx
     from tribe.data import corruptions, datasets, models, scenarios
     from tribe.diagnosis import Report, doctor
     from tribe.experiments import metrics
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from tribe.experiments.stream import Batch, Stream
 
 _HOMES = {  # what experiments need, and an adapter does not: imported when it is used
+    "tribe": ("onnx",),
     "tribe.data": ("corruptions", "datasets", "models", "scenarios"),
     "tribe.diagnosis": ("Report", "doctor"),
     "tribe.experiments": ("metrics",),
@@ -83,6 +85,7 @@ __all__ = [
     "metrics",
     "models",
     "norms",
+    "onnx",
     "run",
     "scenarios",
 ]

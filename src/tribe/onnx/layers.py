@@ -1,0 +1,94 @@
+"""A network for a model file: BatchNorm layers whose scale and shift are values of the pass, and which record moments.
+
+A layer sees z = x - m0, its input less the source's mean, which runtimes fold into the convolution before. So the mean
+of z and of z * z over the pixels of an image are, without cancellation, what `Balanced.sum_classes` adds up, and the
+layer returns scale * z + shift.
+"""
+
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tribe.core.backbone import Backbone
+from tribe.core.placement import replace_module
+from tribe.core.slots import StatisticsSlot
+
+
+class Values(NamedTuple):
+    """The arguments of the layers in a pass, and what they record."""
+
+    scale: tuple[Tensor, ...]  # of each layer, (c,)
+    shift: tuple[Tensor, ...]
+    chosen: Tensor | None  # the images to record, by their index; None: all
+    recorded: dict[int, tuple[Tensor, Tensor]]  # by layer, the means of z and of z * z, (images, c)
+
+
+_values: ContextVar[Values] = ContextVar("tribe_onnx_values")
+
+
+class RecordingNorm(nn.Module):
+    """A BatchNorm layer in a model file."""
+
+    origin: Tensor
+
+    def __init__(self, slot: StatisticsSlot, index: int, mean: Tensor) -> None:
+        super().__init__()
+        self.name, self.index, self.channels = slot.name, index, slot.channels
+        self.register_buffer("origin", -mean)
+        self.after = nn.ReLU() if slot.relu else slot.after
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Record the moments of (N, c, ...) and normalise it."""
+        values = _values.get()
+        pixels = [1] * (x.dim() - 2)
+        z = x + self.origin.view(-1, *pixels)
+        seen = z if values.chosen is None else z.index_select(0, values.chosen)
+        values.recorded[self.index] = average(seen), average(seen * seen)
+        y = z * values.scale[self.index].view(-1, *pixels) + values.shift[self.index].view(-1, *pixels)
+        if len(pixels) == 2:  # one pass over the pixels, where two operations are two
+            one = torch.ones(self.channels)
+            scale, shift = values.scale[self.index], values.shift[self.index]
+            y = torch.batch_norm(z, scale, shift, one - 1, one, False, 0.0, 0.0, False)
+        return y if self.after is None else self.after(y)
+
+
+def average(z: Tensor) -> Tensor:
+    """Return the means over pixels: (N, c, ...) -> (N, c)."""
+    return z.flatten(2).mean(2) if z.dim() > 2 else z
+
+
+class RecordingNetwork(nn.Module):
+    """A classifier whose BatchNorm layers take their scale and shift as arguments."""
+
+    def __init__(self, net: Backbone) -> None:
+        super().__init__()
+        affine, stats = net.source()
+        model = net.plain(affine, stats)
+        placed = {id(model.get_submodule(slot.name)): slot for slot in net.slots if slot.tracked}
+        self.widths: list[int] = []
+        self.names: list[str] = []
+        norms: dict[int, nn.Module] = {}
+        for name, layer in list(model.named_modules(remove_duplicate=False)):
+            slot: Any = placed.get(id(layer))
+            if slot is None:
+                continue
+            if slot.index not in norms:
+                norms[slot.index] = RecordingNorm(slot, len(norms), stats.mean[0, 0, slot.columns])
+                self.widths.append(slot.channels)
+                self.names.append(slot.name)
+            model = replace_module(model, name, norms[slot.index])
+        self.model = model
+        self.register_buffer("outputs", net.outputs)
+
+    def forward(self, x: Tensor, scale: Tensor, shift: Tensor, chosen: Tensor | None) -> tuple[Tensor, Any]:
+        """Return the logits (N, K), and by layer what was recorded; scale and shift (C,)."""
+        values = Values(scale.split(self.widths), shift.split(self.widths), chosen, {})
+        token = _values.set(values)
+        try:
+            result = self.model(x)
+        finally:
+            _values.reset(token)
+        logits = getattr(result, "logits", result)
+        return logits if self.outputs is None else logits.index_select(1, self.outputs), values.recorded

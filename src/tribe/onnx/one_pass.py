@@ -1,0 +1,211 @@
+"""The one pass of `bank` with compare=0, as plain tensor arithmetic that a model file can hold.
+
+It is `tribe.methods.bank` for a single stream, without branches on values. tests/onnx hold it against the library.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tribe.core.backbone import Backbone
+from tribe.core.validation import LIMIT
+from tribe.methods.bank import MOST_WEIGHT, Bank
+from tribe.onnx.layers import RecordingNetwork
+
+MOVES = (  # the tensors of a bank's state that change where compare is 0
+    "stats.mean",
+    "stats.var",
+    "pooled.mean",
+    "pooled.var",
+    "score",
+    "frequency",
+    "key.clock",
+    "info.images",
+    "info.skipped",
+    "info.trusted",
+    "info.entropy",
+)
+
+
+class Screened(NamedTuple):
+    """The images of a batch, bad ones replaced."""
+
+    x: Tensor  # (N, ...)
+    valid: Tensor  # (N,), real and good ones
+    offered: Tensor  # how many of them
+    rejected: Tensor  # how many real ones are bad
+
+
+class Seen(NamedTuple):
+    """Sums over the observed images of each class."""
+
+    images: Tensor  # (K, 1)
+    linear: Tensor  # (K, C), of mean - origin
+    square: Tensor  # (K, C), of var + (mean - origin) ** 2
+
+
+def screen(x: Tensor, valid: Tensor | None) -> Screened:
+    """Replace padding and bad images by the first good one, as `tribe.methods.stepping.screen` does."""
+    offered = torch.ones_like(x[:, 0, 0, 0], dtype=torch.bool) if valid is None else valid
+    if not x.is_floating_point():
+        return Screened(x, offered, offered.sum(), offered.sum() * 0)
+    pixels = x.flatten(1)
+    good = (pixels.amin(1) >= -LIMIT) & (pixels.amax(1) <= LIMIT)  # no comparison with NaN is true
+    counted = good & offered
+    first = x.index_select(0, counted.to(torch.int64).argmax(0, keepdim=True))
+    spare = torch.where(counted.any(), first, torch.zeros_like(first))
+    x = torch.where(counted.view(-1, 1, 1, 1), x, spare)
+    return Screened(x, counted, counted.sum(), (offered & ~good).sum())
+
+
+class OnePass(nn.Module):
+    """A step of a bank: images and the state of one stream in, logits and its next state out."""
+
+    def __init__(self, net: Backbone, method: Bank) -> None:
+        super().__init__()
+        self.network, self.method = RecordingNetwork(net), method
+        source = net.origin.state
+        self.register_buffer("weight", _columns(net, source.affine.weight))  # (C,)
+        self.register_buffer("bias", _columns(net, source.affine.bias))
+        self.register_buffer("mean", source.stats.mean[0].clone())  # (1, C), the origin
+        self.register_buffer("var", source.stats.var[0].clone())
+        self.register_buffer("eps", net.eps.clone())
+        self.register_buffer("speeds", torch.tensor(method.speeds, dtype=torch.float32))
+
+    def forward(self, images: Tensor, valid: Tensor | None, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the logits, and the next values of `MOVES`."""
+        batch = screen(images, valid)
+        mean, var = self.mixture(state)
+        scale = self.weight * torch.rsqrt(var + self.eps)
+        shift = self.bias - scale * (mean - self.mean[0])
+        order = batch.valid.to(torch.int64).cumsum(0) - 1 + state["info.images"]
+        observed = batch.valid & (order % self.method.observe == 0)
+        chosen = observed.nonzero()[:, 0] if self.method.observe > 1 else None
+        x = batch.x if images.is_floating_point() else batch.x.to(torch.float32) / 255
+        logits, recorded = self.network(x, scale, shift, chosen)
+        seen = batch.valid & (logits.sum(1).abs() < math.inf)
+        logits = torch.where(seen.unsqueeze(1), logits, 0)
+        shown, labels = observed & seen, logits.argmax(1)
+        if chosen is not None:
+            shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
+        sums, sane = self.sum_classes(self.moments(recorded, mean, var, shown), labels, shown)
+        new = self.follow(state, sums, sane)
+        new |= self.report(state, batch, logits, seen, sane)
+        return logits, *(new[name] for name in MOVES)
+
+    def mixture(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the statistics (C,) that normalise."""
+        bonus = torch.zeros_like(state["score"])
+        bonus[:, 0] = self.method.bonus
+        weights = ((bonus - state["score"]) / self.method.temperature).softmax(1)  # (1, V + 1)
+        mean, var = (weights @ t for t in self.candidates(state))
+        return mean[0], var[0]
+
+    def candidates(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the statistics of the source and the pooled ones of every speed, (V + 1, C)."""
+        mean, var = (torch.cat((own, state[f"pooled.{name}"][:, 0])) for own, name in self._source())
+        return mean, var
+
+    def _source(self) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
+        return (self.mean, "mean"), (self.var, "var")
+
+    def moments(self, recorded: dict[int, tuple[Tensor, Tensor]], mean: Tensor, var: Tensor, shown: Tensor) -> Tensor:
+        """Join the moments of all layers: (images, 2 C). A layer that was not called has those it normalises with."""
+        count, widths = shown.shape[0], self.network.widths
+        off = (mean - self.mean[0]).split(widths)
+        spread = var.split(widths)
+        parts = []
+        for i, width in enumerate(widths):
+            own = recorded.get(i) or (off[i].expand(count, width), (spread[i] + off[i] * off[i]).expand(count, width))
+            parts.append(own)
+        joint = torch.cat([part for column in zip(*parts, strict=True) for part in column], 1)
+        return torch.where(shown.unsqueeze(1), joint, 0)
+
+    def sum_classes(self, joint: Tensor, labels: Tensor, shown: Tensor) -> tuple[Seen, Tensor]:
+        """Sum moments over the images of each class, and say whether all are finite; else none counts."""
+        sane = joint.abs().sum() < math.inf
+        shown = shown & sane
+        member = (labels.unsqueeze(0) == torch.arange(self.method.class_count).unsqueeze(1)) & shown.unsqueeze(0)
+        member = member.to(joint.dtype)  # (K, images)
+        sums = member @ torch.where(sane, joint, 0)
+        linear, square = sums.chunk(2, 1)
+        return Seen(member.sum(1, keepdim=True), linear, square), sane
+
+    def follow(self, state: Mapping[str, Tensor], sums: Seen, sane: Tensor) -> dict[str, Tensor]:
+        """Score and update every speed: `Bank._follow`."""
+        method, observe = self.method, self.method.observe
+        images = sums.images.sum()
+        some = images > 0
+        most = images.clamp_min(1)
+        keep = torch.exp(-observe * images / method.horizon)
+        came = (sums.images / most).view(1, -1)
+        seldom = (1 / (method.class_count * state["frequency"])).clamp_max(MOST_WEIGHT) / most  # (1, K)
+        gain = self.surprise(state, sums, seldom)
+        score = torch.lerp(gain - gain[:, :1], state["score"], keep)
+        frequency = torch.lerp(came, state["frequency"], keep)
+        mean, var = self.balance(state, sums)
+        centre, within = mean.mean(1, keepdim=True), var.mean(1, keepdim=True)
+        apart = mean - centre
+        pooled = within + (apart * apart).sum(1, keepdim=True) / method.norm.freedom
+        new = {"score": score, "frequency": frequency, "pooled.mean": centre, "pooled.var": pooled.clamp_min(0)}
+        new = {name: torch.where(some, t, state[name]) for name, t in new.items()}
+        return new | {"stats.mean": mean, "stats.var": var}
+
+    def surprise(self, state: Mapping[str, Tensor], sums: Seen, weight: Tensor) -> Tensor:
+        """Return the negative log-likelihood of the images, weighted by class (1, K): (1, V + 1)."""
+        mean, var = self.candidates(state)
+        offset, spread = mean - self.mean, var + self.eps
+        total, linear, square = weight @ sums.images, weight @ sums.linear, weight @ sums.square  # (1, 1 or C)
+        apart = square + total * self.eps + offset * (total * offset - 2 * linear)
+        return (0.5 * (apart / spread + total * spread.log()).mean(1)).unsqueeze(0)
+
+    def balance(self, state: Mapping[str, Tensor], sums: Seen) -> tuple[Tensor, Tensor]:
+        """Update the statistics (V, K, C) of each class: `Balanced.follow`."""
+        norm, n = self.method.norm, sums.images  # (K, 1)
+        mu, sigma2 = state["stats.mean"], state["stats.var"]
+        eta = (self.speeds * self.method.observe).clamp_max(1).view(-1, 1, 1)
+        rate = torch.minimum(eta, 1 / n.clamp_min(1)) if norm.rate_cap else eta.expand(-1, n.shape[0], 1)
+        weight = rate * n  # (V, K, 1)
+        off = mu - self.mean
+        by_mean = rate * sums.linear
+        delta = by_mean - weight * off
+        fresh = rate * sums.square - off * (by_mean + delta) - delta * delta
+        growth = fresh - weight * sigma2
+        if not norm.gamma:
+            return mu + delta, sigma2 + growth
+        present = (n > 0).to(n.dtype).sum().clamp_min(1)
+        share = norm.gamma / (present if norm.gamma_over == "present" else norm.classes)
+        shrink = share * weight.sum(1, keepdim=True)  # (V, 1, 1)
+        kept = (1 - norm.gamma) * ((1 - shrink) if norm.gamma_over == "present" else 1)
+        mean = mu + share * delta.sum(1, keepdim=True) + (1 - norm.gamma) * delta
+        var = sigma2 * (1 - shrink) + share * fresh.sum(1, keepdim=True) + kept * growth
+        return mean, var
+
+    def report(
+        self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor, sane: Tensor
+    ) -> dict[str, Tensor]:
+        """Count the images, as `tribe.methods.stepping.commit_step` does."""
+        count = seen.to(torch.int64).sum()
+        moves = sane & (count > 0)
+        log_p = logits.log_softmax(1)
+        share = -(log_p.exp() * log_p).sum(1) / math.log(self.method.class_count)
+        entropy = torch.where(seen, share, 0).sum() / count.clamp_min(1)
+        step = moves.to(torch.int64)
+        skipped = batch.rejected + batch.offered - torch.where(sane, count, 0)
+        old = state["info.trusted"]
+        return {
+            "key.clock": state["key.clock"] + step,
+            "info.images": state["info.images"] + step * count,
+            "info.skipped": state["info.skipped"] + skipped,
+            "info.trusted": torch.where(moves, torch.ones_like(old), old),
+            "info.entropy": torch.where(moves, entropy, state["info.entropy"]),
+        }
+
+
+def _columns(net: Backbone, row: Tensor) -> Tensor:
+    """Return the entries of an affine row (1, all channels) that belong to layers with statistics."""
+    parts = zip(net.slots, row[0].split([slot.channels for slot in net.slots]), strict=True)
+    return torch.cat([part for slot, part in parts if slot.tracked])

@@ -1,0 +1,229 @@
+"""Run a model file that adapts: streams by name on one ONNX Runtime session, without torch."""
+
+import base64
+import json
+import threading
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from safetensors.numpy import load as load_tensors
+
+from tribe.onnx import states
+from tribe.onnx.states import FORMAT, ModelFileError, State, StateHeader
+
+Array = np.ndarray[Any, Any]
+
+
+class StreamReport(NamedTuple):
+    """What a stream of a session has seen."""
+
+    images: int  # learned from so far
+    skipped: int  # bad, or whose output was not finite
+    steps: int
+    entropy: float  # mean entropy of the last batch's predictions, as a share of log K
+    frozen: bool
+
+
+class StreamSnapshot(NamedTuple):
+    """A copy of a stream's state, for `Session.restore`."""
+
+    fingerprint: str
+    state: State
+    frozen: bool
+
+
+class _Stream:
+    """The state of a stream, replaced by each step."""
+
+    def __init__(self, state: State, frozen: bool) -> None:
+        self.state, self.frozen, self.lock = state, frozen, threading.Lock()
+
+
+class Session:
+    """Streams that adapt on one model file.
+
+    Args:
+        path: a file that `tribe.onnx.export` wrote.
+        threads: of each run; None: ONNX Runtime's choice.
+        providers: of ONNX Runtime.
+    """
+
+    def __init__(
+        self, path: str | PathLike[str], *, threads: int | None = None, providers: list[str] | None = None
+    ) -> None:
+        try:
+            import onnxruntime
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "a session needs onnxruntime: pip install 'tribe-tta[onnx]'", name="onnxruntime"
+            ) from error
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no model file at {path}")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if threads is not None:
+            options.intra_op_num_threads = threads
+        try:
+            self._run = onnxruntime.InferenceSession(
+                str(path), options, providers=providers or ["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime has a class for each of its codes
+            raise ModelFileError(
+                f"{path} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {error}"
+            ) from error
+        metadata = self._run.get_modelmeta().custom_metadata_map
+        if metadata.get("tribe.format") != FORMAT:
+            raise ModelFileError(f"{path} is an ONNX file that tribe.onnx.export did not write")
+        self.header: dict[str, Any] = json.loads(metadata["tribe.header"])
+        compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
+        self._start = {
+            name: np.broadcast_to(compact[name], shape) for name, (shape, *_) in self.header["state"].items()
+        }
+        self._images, self._inputs = self._run.get_inputs()[0], [i.name for i in self._run.get_inputs()]
+        self._moving: list[str] = self.header["moving"]
+        self._prefix = self._moving[0].removesuffix("stats.mean")
+        self._streams: dict[str, _Stream] = {}
+        self._lock = threading.Lock()  # of the names
+
+    def __call__(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
+        """Predict images (N, C, H, W), then adapt the stream, unless it is frozen: logits (N, K)."""
+        entry = self._entry(stream)
+        with entry.lock:
+            logits, state = self._step(entry.state, images, valid)
+            if not entry.frozen and state is not None:
+                entry.state = state
+        return logits
+
+    def predict(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
+        """Predict without adapting."""
+        return self._step(self._entry(stream).state, images, valid)[0]
+
+    def _step(self, state: State, images: Array, valid: Array | None) -> tuple[Array, State | None]:
+        feeds = {"images": self._checked(images), **{name: state[name] for name in self._moving}}
+        if "valid" in self._inputs:
+            feeds["valid"] = np.ones(len(images), bool) if valid is None else np.asarray(valid, bool)
+        elif valid is not None:
+            raise ModelFileError("this model file takes no marks: export it with valid=True")
+        logits, *after = self._run.run(None, feeds)
+        new = dict(zip(self._moving, after, strict=True))
+        pooled = (new[f"{self._prefix}pooled.{part}"] for part in ("mean", "var"))
+        return logits, {**state, **new} if all(np.isfinite(t).all() for t in pooled) else None
+
+    def _checked(self, images: Array) -> Array:
+        shape, kind = self.header["shape"], np.dtype(np.uint8 if self.header["uint8"] else np.float32)
+        images = np.asarray(images)
+        if images.ndim != 4 or list(images.shape[1:]) != shape or not len(images):
+            raise ValueError(
+                f"expected images of shape (N, {', '.join(map(str, shape))}), at least one; got {images.shape}"
+            )
+        if images.dtype != kind:
+            if kind == np.uint8 or not np.issubdtype(images.dtype, np.floating):
+                raise ValueError(f"expected images of {kind}; got {images.dtype}")
+            images = images.astype(kind)
+        return np.ascontiguousarray(images)
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @property
+    def streams(self) -> list[str]:
+        """The names of the streams that have begun."""
+        return sorted(self._streams)
+
+    def _entry(self, stream: str) -> _Stream:
+        with self._lock:
+            if stream not in self._streams:
+                self._streams[stream] = _Stream(dict(self._start), self.header["frozen"])
+            return self._streams[stream]
+
+    def state(self, stream: str = "default") -> State:
+        """Return a copy of a stream's state, by the names of the library's."""
+        return {name: t.copy() for name, t in self._entry(stream).state.items()}
+
+    def info(self, stream: str = "default") -> StreamReport:
+        """Return what a stream has seen."""
+        entry = self._entry(stream)
+        state, at = entry.state, self._prefix
+        counts = (int(state[f"{at}{name}"][0]) for name in ("info.images", "info.skipped", "key.clock"))
+        return StreamReport(*counts, float(state[f"{at}info.entropy"][0]), entry.frozen)
+
+    def freeze(self, stream: str = "default") -> Self:
+        """Stop adapting a stream: only predict."""
+        self._entry(stream).frozen = True
+        return self
+
+    def unfreeze(self, stream: str = "default") -> Self:
+        """Adapt a stream again."""
+        self._entry(stream).frozen = False
+        return self
+
+    def reset(self, stream: str = "default") -> Self:
+        """Return a stream to the state that the file was exported with."""
+        entry = self._entry(stream)
+        with entry.lock:
+            entry.state = dict(self._start)
+        return self
+
+    def remove(self, stream: str) -> Self:
+        """Forget a stream."""
+        with self._lock:
+            self._streams.pop(stream, None)
+        return self
+
+    def snapshot(self, stream: str = "default") -> StreamSnapshot:
+        """Return a copy of a stream for `restore`."""
+        entry = self._entry(stream)
+        with entry.lock:
+            return StreamSnapshot(self.header["fingerprint"], dict(entry.state), entry.frozen)
+
+    def restore(self, snapshot: StreamSnapshot, stream: str = "default") -> Self:
+        """Return a stream to a snapshot of this session, or of another with the same network."""
+        self._check(snapshot.state, snapshot.fingerprint, "the snapshot")
+        entry = self._entry(stream)
+        with entry.lock:
+            entry.state, entry.frozen = dict(snapshot.state), snapshot.frozen
+        return self
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | PathLike[str], stream: str = "default") -> None:
+        """Write the state of a stream, a file that `tribe.load` reads, too."""
+        entry, header = self._entry(stream), self.header
+        with entry.lock:
+            state, frozen = entry.state, entry.frozen
+        states.write(path, StateHeader(header["method"], header["fields"], 1, frozen, header["fingerprint"]), state)
+
+    def load(self, path: str | PathLike[str], stream: str = "default") -> Self:
+        """Go on with a state that `Session.save` or `tribe.Adapter.save` wrote."""
+        saved, state = states.read(path)
+        if saved.streams != 1:
+            raise ModelFileError(f"{path} holds {saved.streams} streams; expected 1")
+        if saved.method != self.header["method"]:
+            raise ModelFileError(f"{path} was saved with method {saved.method!r}; here {self.header['method']!r} runs")
+        for name in sorted(saved.fields.keys() | self.header["fields"].keys()):
+            theirs, ours = saved.fields.get(name), self.header["fields"].get(name)
+            if theirs != ours:
+                raise ModelFileError(f"{path} was saved with {name}={theirs}; here {name}={ours}")
+        self._check(state, saved.fingerprint, str(path))
+        entry = self._entry(stream)
+        with entry.lock:
+            entry.state, entry.frozen = state, saved.frozen
+        return self
+
+    def _check(self, state: State, fingerprint: str, source: str) -> None:
+        """Raise unless a state fits this file."""
+        if fingerprint != self.header["fingerprint"]:
+            raise ModelFileError(f"{source} belongs to another network: its weights differ from those in this file")
+        expected = self.header["state"]
+        if wrong := sorted(state.keys() ^ expected.keys()):
+            raise ModelFileError(f"{source} does not hold this method's state: {', '.join(wrong[:4])}")
+        for name, (shape, kind, low, high) in expected.items():
+            t = state[name]
+            if list(t.shape) != shape or str(t.dtype) != kind:
+                raise ModelFileError(f"{source}: {name} is {t.shape} {t.dtype}; expected {tuple(shape)} {kind}")
+            if t.size and not ("info" in name.split(".") or np.isfinite(t).all()):
+                raise ModelFileError(f"{source} holds a state that is not finite ({name})")
+            bounds = (-np.inf if low is None else low), (np.inf if high is None else high)
+            if t.size and not (bounds[0] <= t.min() and t.max() <= bounds[1]):
+                raise ModelFileError(f"{source}: {name} is outside its bounds, {bounds[0]:g} to {bounds[1]:g}")
