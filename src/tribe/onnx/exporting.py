@@ -22,11 +22,13 @@ from tribe.methods import Pipeline, create
 from tribe.methods.bank import Bank
 from tribe.methods.building import backbone_for, check_network
 from tribe.methods.encoding import method_for_file
-from tribe.onnx.one_pass import MOVES, OnePass
+from tribe.onnx.one_pass import FOLLOWS, MOVES, OnePass
+from tribe.onnx.surgery import put_behind_condition
 from tribe.onnx.states import FORMAT, ModelFileError
 from tribe.streams.adapter import Adapter
 
 OPSET = 18
+OBSERVED = "observed"  # the name of the condition in a graph
 INSTEAD = (
     "A model file adapts by a forward pass alone: export tribe.adapt(net, 'bank', compare=0), which follows the stream "
     "in one pass"
@@ -89,13 +91,14 @@ def export(
         made: Any = torch.onnx.export(
             program,
             input_names=inputs,
-            output_names=["logits", *(f"next.{name}" for name in moving)],
+            output_names=["logits", *(f"next.{name}" for name in moving), OBSERVED],
             opset_version=opset,
             dynamo=True,
             external_data=False,
             verbose=False,
         )
     proto = made.model_proto
+    put_behind_condition(proto.graph, OBSERVED, {f"next.{prefix}{name}": prefix + name for name in FOLLOWS})
     header = {
         "tribe": __version__,
         "method": method.name,

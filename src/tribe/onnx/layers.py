@@ -22,7 +22,7 @@ class Values(NamedTuple):
     scale: tuple[Tensor, ...]  # of each layer, (c,)
     shift: tuple[Tensor, ...]
     chosen: Tensor | None  # the images to record, by their index; None: all
-    recorded: dict[int, tuple[Tensor, Tensor]]  # by layer, the means of z and of z * z, (images, c)
+    recorded: dict[int, tuple[Tensor, ...]]  # by layer, the means of z and of z * z, (images, c)
 
 
 _values: ContextVar[Values] = ContextVar("tribe_onnx_values")
@@ -32,31 +32,29 @@ class RecordingNorm(nn.Module):
     """A BatchNorm layer in a model file."""
 
     origin: Tensor
+    zero: Tensor
+    one: Tensor
 
     def __init__(self, slot: StatisticsSlot, index: int, mean: Tensor) -> None:
         super().__init__()
         self.name, self.index, self.channels = slot.name, index, slot.channels
         self.register_buffer("origin", -mean)
+        self.register_buffer("zero", torch.zeros_like(mean))
+        self.register_buffer("one", torch.ones_like(mean))
         self.after = nn.ReLU() if slot.relu else slot.after
 
     def forward(self, x: Tensor) -> Tensor:
         """Record the moments of (N, c, ...) and normalise it."""
         values = _values.get()
-        pixels = [1] * (x.dim() - 2)
-        z = x + self.origin.view(-1, *pixels)
+        pixels = list(range(2, x.dim()))
+        z = x + self.origin.view(-1, *[1] * len(pixels))
         seen = z if values.chosen is None else z.index_select(0, values.chosen)
-        values.recorded[self.index] = average(seen), average(seen * seen)
-        y = z * values.scale[self.index].view(-1, *pixels) + values.shift[self.index].view(-1, *pixels)
-        if len(pixels) == 2:  # one pass over the pixels, where two operations are two
-            one = torch.ones(self.channels)
-            scale, shift = values.scale[self.index], values.shift[self.index]
-            y = torch.batch_norm(z, scale, shift, one - 1, one, False, 0.0, 0.0, False)
+        means = tuple(t.mean(pixels) if pixels else t for t in (seen, seen * seen))
+        values.recorded[self.index] = means
+        # A batch norm whose mean is 0 and variance 1 is one pass over the pixels; a product and a sum are two.
+        scale, shift = values.scale[self.index], values.shift[self.index]
+        y = torch.batch_norm(z, scale, shift, self.zero, self.one, False, 0.0, 0.0, False)
         return y if self.after is None else self.after(y)
-
-
-def average(z: Tensor) -> Tensor:
-    """Return the means over pixels: (N, c, ...) -> (N, c)."""
-    return z.flatten(2).mean(2) if z.dim() > 2 else z
 
 
 class RecordingNetwork(nn.Module):

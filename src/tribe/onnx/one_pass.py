@@ -15,19 +15,13 @@ from tribe.core.validation import LIMIT
 from tribe.methods.bank import MOST_WEIGHT, Bank
 from tribe.onnx.layers import RecordingNetwork
 
-MOVES = (  # the tensors of a bank's state that change where compare is 0
-    "stats.mean",
-    "stats.var",
-    "pooled.mean",
-    "pooled.var",
-    "score",
-    "frequency",
-    "key.clock",
-    "info.images",
-    "info.skipped",
-    "info.trusted",
-    "info.entropy",
-)
+# The tensors of a bank's state that change where compare is 0: those that follow the stream, and those that count.
+FOLLOWS = ("stats.mean", "stats.var", "pooled.mean", "pooled.var", "score", "frequency")
+COUNTS = ("key.clock", "info.images", "info.skipped", "info.trusted", "info.entropy")
+MOVES = (*FOLLOWS, *COUNTS)
+
+
+FEW = 32  # classes up to which sums are made for all of them, and not only for those in the batch
 
 
 class Screened(NamedTuple):
@@ -40,11 +34,12 @@ class Screened(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Sums over the observed images of each class."""
+    """Sums over the observed images of each class, as `tribe.norms.balanced.ClassSums`."""
 
-    images: Tensor  # (K, 1)
-    linear: Tensor  # (K, C), of mean - origin
-    square: Tensor  # (K, C), of var + (mean - origin) ** 2
+    labels: Tensor | None  # (G,), the classes; None: all of them, G = K
+    images: Tensor  # (G, 1)
+    linear: Tensor  # (G, C), of mean - origin
+    square: Tensor  # (G, C), of var + (mean - origin) ** 2
 
 
 def screen(x: Tensor, valid: Tensor | None) -> Screened:
@@ -66,7 +61,7 @@ class OnePass(nn.Module):
 
     def __init__(self, net: Backbone, method: Bank) -> None:
         super().__init__()
-        self.network, self.method = RecordingNetwork(net), method
+        self.network, self.method, self.norm = RecordingNetwork(net), method, method.norm
         source = net.origin.state
         self.register_buffer("weight", _columns(net, source.affine.weight))  # (C,)
         self.register_buffer("bias", _columns(net, source.affine.bias))
@@ -76,7 +71,7 @@ class OnePass(nn.Module):
         self.register_buffer("speeds", torch.tensor(method.speeds, dtype=torch.float32))
 
     def forward(self, images: Tensor, valid: Tensor | None, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the logits, and the next values of `MOVES`."""
+        """Return the logits, the next values of `MOVES`, and whether any image was observed; else `FOLLOWS` stay."""
         batch = screen(images, valid)
         mean, var = self.mixture(state)
         scale = self.weight * torch.rsqrt(var + self.eps)
@@ -92,9 +87,8 @@ class OnePass(nn.Module):
         if chosen is not None:
             shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
         sums, sane = self.sum_classes(self.moments(recorded, mean, var, shown), labels, shown)
-        new = self.follow(state, sums, sane)
-        new |= self.report(state, batch, logits, seen, sane)
-        return logits, *(new[name] for name in MOVES)
+        new = self.follow(state, sums) | self.report(state, batch, logits, seen, sane)
+        return logits, *(new[name] for name in MOVES), sums.images.sum() > 0
 
     def mixture(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the statistics (C,) that normalise."""
@@ -128,34 +122,40 @@ class OnePass(nn.Module):
         """Sum moments over the images of each class, and say whether all are finite; else none counts."""
         sane = joint.abs().sum() < math.inf
         shown = shown & sane
-        member = (labels.unsqueeze(0) == torch.arange(self.method.class_count).unsqueeze(1)) & shown.unsqueeze(0)
-        member = member.to(joint.dtype)  # (K, images)
-        sums = member @ torch.where(sane, joint, 0)
-        linear, square = sums.chunk(2, 1)
-        return Seen(member.sum(1, keepdim=True), linear, square), sane
+        few = self.method.class_count <= FEW
+        if few:
+            member = labels.unsqueeze(0) == torch.arange(self.method.class_count).unsqueeze(1)
+            member = member & shown.unsqueeze(0)
+        else:  # the first image of each class has its sums
+            member = (labels.unsqueeze(0) == labels.unsqueeze(1)) & shown.unsqueeze(0) & shown.unsqueeze(1)
+            first = member.to(torch.int64).argmax(1) == torch.arange(labels.shape[0])
+            member = member & first.unsqueeze(1)
+        counted = member.to(joint.dtype)  # (G, images)
+        linear, square = (counted @ torch.where(sane, joint, 0)).chunk(2, 1)
+        return Seen(None if few else labels, counted.sum(1, keepdim=True), linear, square), sane
 
-    def follow(self, state: Mapping[str, Tensor], sums: Seen, sane: Tensor) -> dict[str, Tensor]:
+    def follow(self, state: Mapping[str, Tensor], sums: Seen) -> dict[str, Tensor]:
         """Score and update every speed: `Bank._follow`."""
         method, observe = self.method, self.method.observe
         images = sums.images.sum()
-        some = images > 0
-        most = images.clamp_min(1)
         keep = torch.exp(-observe * images / method.horizon)
-        came = (sums.images / most).view(1, -1)
-        seldom = (1 / (method.class_count * state["frequency"])).clamp_max(MOST_WEIGHT) / most  # (1, K)
+        came = (sums.images / images).view(1, -1)
+        seldom = (1 / (method.class_count * state["frequency"])).clamp_max(MOST_WEIGHT) / images  # (1, K)
+        if sums.labels is not None:
+            seldom = seldom.index_select(1, sums.labels)
+            came = torch.zeros_like(state["frequency"]).index_add(1, sums.labels, came)
         gain = self.surprise(state, sums, seldom)
         score = torch.lerp(gain - gain[:, :1], state["score"], keep)
         frequency = torch.lerp(came, state["frequency"], keep)
         mean, var = self.balance(state, sums)
         centre, within = mean.mean(1, keepdim=True), var.mean(1, keepdim=True)
         apart = mean - centre
-        pooled = within + (apart * apart).sum(1, keepdim=True) / method.norm.freedom
-        new = {"score": score, "frequency": frequency, "pooled.mean": centre, "pooled.var": pooled.clamp_min(0)}
-        new = {name: torch.where(some, t, state[name]) for name, t in new.items()}
-        return new | {"stats.mean": mean, "stats.var": var}
+        pooled = within + (apart * apart).sum(1, keepdim=True) / self.norm.freedom
+        values = mean, var, centre, pooled.clamp_min(0), score, frequency
+        return dict(zip(FOLLOWS, values, strict=True))
 
     def surprise(self, state: Mapping[str, Tensor], sums: Seen, weight: Tensor) -> Tensor:
-        """Return the negative log-likelihood of the images, weighted by class (1, K): (1, V + 1)."""
+        """Return the negative log-likelihood of the images, weighted by class (1, G): (1, V + 1)."""
         mean, var = self.candidates(state)
         offset, spread = mean - self.mean, var + self.eps
         total, linear, square = weight @ sums.images, weight @ sums.linear, weight @ sums.square  # (1, 1 or C)
@@ -164,25 +164,28 @@ class OnePass(nn.Module):
 
     def balance(self, state: Mapping[str, Tensor], sums: Seen) -> tuple[Tensor, Tensor]:
         """Update the statistics (V, K, C) of each class: `Balanced.follow`."""
-        norm, n = self.method.norm, sums.images  # (K, 1)
-        mu, sigma2 = state["stats.mean"], state["stats.var"]
+        norm, n, labels = self.norm, sums.images, sums.labels  # (G, 1)
+        past = state["stats.mean"], state["stats.var"]
+        mu, sigma2 = past if labels is None else (t.index_select(1, labels) for t in past)  # (V, G, C)
         eta = (self.speeds * self.method.observe).clamp_max(1).view(-1, 1, 1)
         rate = torch.minimum(eta, 1 / n.clamp_min(1)) if norm.rate_cap else eta.expand(-1, n.shape[0], 1)
-        weight = rate * n  # (V, K, 1)
+        weight = rate * n  # (V, G, 1)
         off = mu - self.mean
         by_mean = rate * sums.linear
         delta = by_mean - weight * off
         fresh = rate * sums.square - off * (by_mean + delta) - delta * delta
-        growth = fresh - weight * sigma2
-        if not norm.gamma:
-            return mu + delta, sigma2 + growth
-        present = (n > 0).to(n.dtype).sum().clamp_min(1)
-        share = norm.gamma / (present if norm.gamma_over == "present" else norm.classes)
-        shrink = share * weight.sum(1, keepdim=True)  # (V, 1, 1)
-        kept = (1 - norm.gamma) * ((1 - shrink) if norm.gamma_over == "present" else 1)
-        mean = mu + share * delta.sum(1, keepdim=True) + (1 - norm.gamma) * delta
-        var = sigma2 * (1 - shrink) + share * fresh.sum(1, keepdim=True) + kept * growth
-        return mean, var
+        step, growth, (mean, var) = delta, fresh - weight * sigma2, past
+        if norm.gamma:
+            present = (n > 0).to(n.dtype).sum()
+            share = norm.gamma / (present if norm.gamma_over == "present" else norm.classes)
+            shrink = share * weight.sum(1, keepdim=True)  # (V, 1, 1)
+            kept = (1 - norm.gamma) * ((1 - shrink) if norm.gamma_over == "present" else 1)
+            mean = mean + share * delta.sum(1, keepdim=True)
+            var = var * (1 - shrink) + share * fresh.sum(1, keepdim=True)
+            step, growth = (1 - norm.gamma) * delta, kept * growth
+        if labels is None:
+            return mean + step, var + growth
+        return mean.index_add(1, labels, step), var.index_add(1, labels, growth)
 
     def report(
         self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor, sane: Tensor

@@ -1,0 +1,60 @@
+"""Change the graph of a model file after torch has written it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str]) -> None:
+    """Compute some outputs only where a condition holds; else each is a copy of the input that it is mapped to.
+
+    The condition, an output before, is none any more. Nodes that serve nothing but these outputs move into the branch.
+    """
+    from onnx import helper
+
+    kept = {value.name for value in graph.output} - outputs.keys()
+    users: dict[str, list[int]] = {}
+    for i, node in enumerate(graph.node):
+        for name in _reads(node):
+            users.setdefault(name, []).append(i)
+    moved: set[int] = set()
+    for i in reversed(range(len(graph.node))):
+        made = [name for name in graph.node[i].output if name]
+        used = all(name in outputs or (name not in kept and name in users) for name in made)
+        if used and all(user in moved for name in made for user in users.get(name, ())):
+            moved.add(i)
+    shown = {value.name: value for value in graph.output}
+    branch, other = [node for i, node in enumerate(graph.node) if i in moved], []
+    then_names, else_names = ([f"{name}.{kind}" for name in outputs] for kind in ("followed", "stayed"))
+    renamed = dict(zip(outputs, then_names, strict=True))
+    for node in branch:
+        for names in (node.input, node.output):
+            for i, name in enumerate(names):
+                names[i] = renamed.get(name, name)
+    other = [helper.make_node("Identity", [b], [e]) for b, e in zip(outputs.values(), else_names, strict=True)]
+
+    def subgraph(name: str, nodes: list[Any], results: list[str]) -> Any:
+        values = []
+        for output, result in zip(outputs, results, strict=True):
+            value = type(shown[output])()
+            value.CopyFrom(shown[output])
+            value.name = result
+            values.append(value)
+        return helper.make_graph(nodes, name, [], values)
+
+    branches = {
+        "then_branch": subgraph("follow", branch, then_names),
+        "else_branch": subgraph("stay", other, else_names),
+    }
+    choice = helper.make_node("If", [condition], list(outputs), name="follow_if_observed", **branches)
+    rest = [node for i, node in enumerate(graph.node) if i not in moved]
+    del graph.node[:]
+    graph.node.extend([*rest, choice])
+    results = [value for value in graph.output if value.name != condition]
+    del graph.output[:]
+    graph.output.extend(results)
+
+
+def _reads(node: Any) -> list[str]:
+    """Return the names that a node reads, those in its subgraphs included."""
+    inner = [name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in _reads(n)]
+    return [*node.input, *inner]
