@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save
@@ -17,36 +17,45 @@ from tribe._version import __version__
 from tribe.core.backbone import Backbone
 from tribe.core.bounds import bounded
 from tribe.core.state import leaves
+from tribe.fields import is_whole
+from tribe.filters import TimeFilter
+from tribe.filters.markov import Markov
 from tribe.io.files import check_file, write_atomically
-from tribe.methods import Pipeline, create
+from tribe.methods import AnyMethod, Pipeline
 from tribe.methods.bank import Bank
-from tribe.methods.building import backbone_for, check_network
+from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file
-from tribe.onnx.one_pass import FOLLOWS, MOVES, OnePass
-from tribe.onnx.surgery import put_behind_condition
+from tribe.onnx.graph import ModelGraph, Options, first_frames
+from tribe.onnx.one_pass import FOLLOWS
 from tribe.onnx.states import FORMAT, ModelFileError
+from tribe.onnx.surgery import put_behind_condition, strip, translations
+from tribe.onnx.tracing import explain
 from tribe.streams.adapter import Adapter
 
-OPSET = 18
-OBSERVED = "observed"  # the name of the condition in a graph
-INSTEAD = (
-    "A model file adapts by a forward pass alone: export tribe.adapt(net, 'bank', compare=0), which follows the stream "
-    "in one pass"
-)
+OPSET, MOST_BYTES = 18, 2**26  # of a state that a file begins with
+INSTEAD = "tribe.onnx.export(net, ...), or an adapter of tribe.adapt(net, 'bank', compare=0), follows the stream in one"
+ALONE = "export a bank without it"
 
 
-class Graph(nn.Module):
-    """A step whose state is a list of tensors, as exporters want it."""
+class Source(NamedTuple):
+    """The parts of a model file."""
 
-    def __init__(self, step: OnePass, names: Sequence[str], prefix: str, masked: bool) -> None:
-        super().__init__()
-        self.step, self.names, self.prefix, self.masked = step, names, prefix, masked
+    net: Backbone
+    method: AnyMethod
+    state: Any
+    frozen: bool
 
-    def forward(self, images: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Images (N, C, H, W), marks of real images (N,) if there are any, and the state."""
-        valid, given = (tensors[0], tensors[1:]) if self.masked else (None, tensors)
-        state = {name.removeprefix(self.prefix): t for name, t in zip(self.names, given, strict=True)}
-        return self.step(images, valid, state)  # type: ignore[no-any-return]
+    @property
+    def bank(self) -> Bank:
+        """The method alone."""
+        bank: Any = Pipeline.of(self.method).method
+        return bank  # type: ignore[no-any-return]
+
+    @property
+    def filter(self) -> Markov | None:
+        """The time filter, if there is one."""
+        rule: Any = Pipeline.of(self.method).filter
+        return rule  # type: ignore[no-any-return]
 
 
 def export(
@@ -54,101 +63,163 @@ def export(
     path: str | PathLike[str],
     shape: Sequence[int],
     *,
+    time: str | TimeFilter | None = None,
     valid: bool = False,
     uint8: bool = False,
+    frames: bool = False,
+    source_logits: bool = False,
     opset: int = OPSET,
     **fields: Any,
 ) -> None:
     """Write an ONNX file that adapts while it predicts.
 
     Args:
-        model: an adapter with method `bank` and compare=0, whose state the file begins with; or a network, which gets
-            that method.
+        model: an adapter with one stream of method `bank` with compare=0, and perhaps a time filter: the file begins
+            with its state. Or a network, which gets that method.
         path: the file to write.
         shape: of an image, (C, H, W).
-        valid: the file has an input of marks, False for padding.
-        uint8: images are 0 to 255, and the file divides them.
+        time: a time filter for a network, as for `tribe.adapt`.
+        valid: the file takes marks of real images (N,), False for padding.
+        uint8: it takes images of 0 to 255, and divides them by 255.
+        frames: it does not learn from black, white, flat, frozen and noisy images, as a guard.
+        source_logits: it returns the source's predictions, too, at the cost of a second pass.
         opset: the version of ONNX's operators.
-        fields: the method's hyper-parameters, for a network.
+        fields: hyper-parameters of `bank`, for a network.
+
+    Raises:
+        ModelFileError: the method needs more than a forward pass, or a layer of the network cannot be traced.
     """
     check_file(path)
-    net, method, state, frozen = _parts(model, fields)
-    bank = Pipeline.of(method).method
-    prefix = "" if bank is method else "method."
-    named = leaves(state)
-    moving = [prefix + name for name in MOVES]
-    graph = Graph(OnePass(net, bank), moving, prefix, valid).eval()
-    images = torch.rand(2 * bank.observe + 1, *shape)
-    if uint8:
-        images = (255 * images).to(torch.uint8)
+    source = _source(model, time, fields)
+    options = Options(valid, uint8, frames, source_logits)
+    images = _example(source, shape, uint8)
+    graph = ModelGraph(source.net, source.bank, source.filter, options).eval()
+    first = leaves(source.state) | (first_frames() if frames else {})
     marks = (torch.ones(len(images), dtype=torch.bool),) if valid else ()
-    given = (images, *marks, *(named[name] for name in moving))
-    batch = torch.export.Dim("batch", min=1, max=2**16)
-    dynamic = (({0: batch}), tuple([{0: batch}] * len(marks) + [None] * len(moving)))
-    inputs = ["images", *["valid"] * valid, *moving]
-    with torch.no_grad(), _quiet():
-        program = torch.export.export(graph, given, dynamic_shapes=dynamic)
-        made: Any = torch.onnx.export(
-            program,
-            input_names=inputs,
-            output_names=["logits", *(f"next.{name}" for name in moving), OBSERVED],
-            opset_version=opset,
-            dynamo=True,
-            external_data=False,
-            verbose=False,
-        )
-    proto = made.model_proto
-    put_behind_condition(proto.graph, OBSERVED, {f"next.{prefix}{name}": prefix + name for name in FOLLOWS})
-    header = {
-        "tribe": __version__,
-        "method": method.name,
-        "fields": method_for_file(method),
-        "fingerprint": net.fingerprint(),
-        "classes": bank.class_count,
-        "shape": list(shape),
-        "uint8": uint8,
-        "frozen": frozen,
-        "moving": moving,
-        "state": _describe(state, bank.class_count),
-    }
-    start = base64.b64encode(save({name: _compact(t) for name, t in named.items()})).decode()
-    metadata = {"tribe.format": FORMAT, "tribe.header": json.dumps(header), "tribe.start": start}
-    del proto.metadata_props[:]
-    for key, value in metadata.items():
+    proto = _trace(graph, (images, *marks, *(first[name] for name in graph.names)), opset)
+    prefix = next(iter(graph.bank_names)).removesuffix(FOLLOWS[0])
+    put_behind_condition(proto.graph, "observed", {f"next.{prefix}{name}": prefix + name for name in FOLLOWS})
+    for key, value in _metadata(source, shape, options, graph.names, first).items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
     write_atomically(path, proto.SerializeToString())
 
 
-def _parts(model: Any, fields: Mapping[str, Any]) -> tuple[Backbone, Any, Any, bool]:
-    """Return the network, the method, its state, and whether it is frozen."""
+def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]) -> Source:
+    """Return the parts of a model file, or say why there can be none."""
     if isinstance(model, Adapter):
-        if fields:
-            raise TypeError(f"the adapter has its fields already: {', '.join(fields)}")
-        net, method, state = model.net, model.method, model.snapshot().state
-        frozen = model.info[0].frozen
+        if fields or time is not None:
+            raise TypeError("the adapter has a method already: its fields and time= are those of tribe.adapt")
+        _check_method(model.method)
         if model.streams != 1:
-            raise ModelFileError("a model file holds one stream; the adapter has several")
+            raise ModelFileError(f"a model file has one stream, and this adapter {model.streams}; a session has many")
+        source = Source(model.net, model.method, model.snapshot().state, model.info[0].frozen)
     else:
         net = backbone_for(model, "bank")
-        method = create("bank", **{"classes": net.classes, "compare": 0, "memory": 0, **fields})
+        method = build_method(net, "bank", time, None, {"compare": 0, "memory": 0, **fields})
         check_network(net, method)
-        state, frozen = method.init(net), False
-    bank = Pipeline.of(method).method
-    if type(bank) is not Bank:
-        raise ModelFileError(f"{method.name} cannot be exported. {INSTEAD}")
-    if bank.compare:
-        raise ModelFileError(f"bank with compare={bank.compare} compares with a second pass. {INSTEAD}")
-    return net, method, state, frozen
+        _check_method(method)
+        source = Source(net, method, method.init(net), False)
+    net = source.net
+    if not net.has_statistics:
+        raise ModelFileError(
+            "the network has no BatchNorm layer with statistics, and without a backward pass nothing else adapts: "
+            "tribe.adapt(net, 'tent') and others adapt LayerNorm and GroupNorm, in torch"
+        )
+    if net.device.type != "cpu" or net.dtype != torch.float32:
+        raise ModelFileError(f"export takes a network on the CPU in float32; this one is on {net.device}, {net.dtype}")
+    return source
 
 
-def _describe(state: Any, classes: int) -> dict[str, Any]:
-    """Return the shape, the type and the bounds of every tensor of a state."""
-    described = {}
-    for name, t, bounds in bounded(state, classes):
+def _check_method(method: AnyMethod) -> None:
+    """Raise unless a forward pass computes the whole step of a method."""
+    parts = Pipeline.of(method)
+    if parts.rare is not None or type(parts.method) is not Bank:
+        why = "predicts and keeps nothing" if parts.method.does_not_adapt else "needs more than a forward pass"
+        raise ModelFileError(f"{method.name!r} cannot be a model file that adapts: it {why}. {INSTEAD}")
+    if parts.method.compare:
+        count = parts.method.compare
+        raise ModelFileError(f"'bank' with compare={count} passes an image in {count} through the source, too. {INSTEAD}")
+    if parts.guard is not None:
+        raise ModelFileError(f"{parts.guard.name!r} cannot be in a model file: {ALONE}; frames=True has its frame checks")
+    if parts.filter is not None and (type(parts.filter) is not Markov or parts.filter.uses_batch):
+        raise ModelFileError(f"the time filter {parts.filter!r} cannot be in a model file; time='auto' can")
+
+
+def _example(source: Source, shape: Sequence[int], uint8: bool) -> Tensor:
+    """Return images for tracing, and check that the network takes them."""
+    if len(shape) != 3 or not all(is_whole(size, least=1) for size in shape):
+        raise ValueError(f"shape is that of an image, (C, H, W); got {tuple(shape)}")
+    count = 2 * source.bank.observe + 1
+    x = torch.rand(count, *shape, generator=torch.Generator().manual_seed(0))
+    source.method.predict(source.net, source.state, x[None])
+    return (255 * x).to(torch.uint8) if uint8 else x
+
+
+def _trace(graph: ModelGraph, given: tuple[Tensor, ...], opset: int) -> Any:
+    """Return the ONNX model of a graph; an error names the layer that cannot be traced."""
+    try:
+        import onnx
+        import onnxscript  # noqa: F401  torch needs it
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("export needs onnx and onnxscript: pip install 'tribe-tta[onnx]'", name=error.name) from error
+    newest = onnx.defs.onnx_opset_version()
+    if not OPSET <= opset <= newest:
+        raise ModelFileError(f"opset={opset}: expected {OPSET} to {newest}, the newest that onnx {onnx.__version__} knows")
+    # torch assumes 3 frames at least; what it writes holds for fewer.
+    batch = torch.export.Dim("batch", min=3 if graph.options.frames else 1, max=2**16)
+    dynamic = ({0: batch}, tuple({0: batch} if t.dtype == torch.bool else None for t in given[1:]))
+    inputs = ["images", *["valid"] * graph.options.valid, *graph.names]
+    with torch.no_grad(), _quiet():
+        try:
+            program = torch.export.export(graph, given, dynamic_shapes=dynamic)
+            made: Any = torch.onnx.export(
+                program,
+                input_names=inputs,
+                output_names=graph.outputs,
+                opset_version=opset,
+                custom_translation_table=translations(),
+                dynamo=True,
+                external_data=False,
+                verbose=False,
+            )
+        except ModelFileError:
+            raise
+        except Exception as error:  # torch raises many kinds, for the code of the network
+            raise explain(graph.step.network, given[0], error) from error
+    proto = made.model_proto
+    strip(proto)
+    return proto
+
+
+def _metadata(
+    source: Source, shape: Sequence[int], options: Options, moving: list[str], first: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Return what a session reads: a header as JSON, and the first state as safetensors."""
+    header = {
+        "tribe": __version__,
+        "method": source.method.name,
+        "fields": method_for_file(source.method),
+        "fingerprint": source.net.fingerprint(),
+        "classes": source.bank.class_count,
+        "shape": list(shape),
+        "options": options._asdict(),
+        "frozen": source.frozen,
+        "moving": moving,
+        "state": {},
+        "shapes": {name: list(t.shape) for name, t in first.items()},
+    }
+    for name, t, bounds in bounded(source.state, source.bank.class_count):
         ends = [None, None] if bounds is None else [bounds.low, bounds.high]
-        described[name] = [list(t.shape), str(t.dtype).removeprefix("torch."), *ends]
-    return described
+        header["state"][name] = [str(t.dtype).removeprefix("torch."), *ends]
+    compact = {name: _compact(t) for name, t in first.items()}
+    if sum(t.nbytes for t in compact.values()) > MOST_BYTES:
+        raise ModelFileError(
+            "the adapter's state is too large to be put into the file: export the network, and give the state to "
+            "Session.load, a file of Adapter.save"
+        )
+    start = base64.b64encode(save(compact)).decode()
+    return {"tribe.format": FORMAT, "tribe.header": json.dumps(header), "tribe.start": start}
 
 
 def _compact(t: Tensor) -> Tensor:
@@ -162,12 +233,14 @@ def _compact(t: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence what torch and onnxscript print about their own work."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -5,6 +5,8 @@ of z and of z * z over the pixels of an image are, without cancellation, what `B
 layer returns scale * z + shift.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 from tribe.core.backbone import Backbone
 from tribe.core.placement import replace_module
 from tribe.core.slots import StatisticsSlot
+from tribe.onnx.states import ModelFileError
 
 
 class Values(NamedTuple):
     """The arguments of the layers in a pass, and what they record."""
 
+    images: int
     scale: tuple[Tensor, ...]  # of each layer, (c,)
     shift: tuple[Tensor, ...]
     chosen: Tensor | None  # the images to record, by their index; None: all
@@ -26,6 +30,16 @@ class Values(NamedTuple):
 
 
 _values: ContextVar[Values] = ContextVar("tribe_onnx_values")
+
+
+@contextmanager
+def set_values(values: Values) -> Iterator[None]:
+    """Set the values of the layers; clear them on exit."""
+    token = _values.set(values)
+    try:
+        yield
+    finally:
+        _values.reset(token)
 
 
 class RecordingNorm(nn.Module):
@@ -46,6 +60,11 @@ class RecordingNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Record the moments of (N, c, ...) and normalise it."""
         values = _values.get()
+        if x.shape[0] != values.images:
+            raise ModelFileError(
+                f"layer {self.name!r} receives several samples of an image, as of crops or frames: a model file takes "
+                "networks in which each image stays one"
+            )
         pixels = list(range(2, x.dim()))
         z = x + self.origin.view(-1, *[1] * len(pixels))
         seen = z if values.chosen is None else z.index_select(0, values.chosen)
@@ -82,11 +101,16 @@ class RecordingNetwork(nn.Module):
 
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor, chosen: Tensor | None) -> tuple[Tensor, Any]:
         """Return the logits (N, K), and by layer what was recorded; scale and shift (C,)."""
-        values = Values(scale.split(self.widths), shift.split(self.widths), chosen, {})
-        token = _values.set(values)
-        try:
+        values = Values(x.shape[0], scale.split(self.widths), shift.split(self.widths), chosen, {})
+        with set_values(values):
             result = self.model(x)
-        finally:
-            _values.reset(token)
         logits = getattr(result, "logits", result)
         return logits if self.outputs is None else logits.index_select(1, self.outputs), values.recorded
+
+
+@contextmanager
+def constant_values(network: RecordingNetwork, images: int = 0) -> Iterator[None]:
+    """Set scales of 1 and shifts of 0, for a layer that is tried alone."""
+    ones = tuple(torch.ones(width) for width in network.widths)
+    with set_values(Values(images, ones, tuple(t - 1 for t in ones), None, {})):
+        yield

@@ -70,17 +70,20 @@ class OnePass(nn.Module):
         self.register_buffer("eps", net.eps.clone())
         self.register_buffer("speeds", torch.tensor(method.speeds, dtype=torch.float32))
 
-    def forward(self, images: Tensor, valid: Tensor | None, state: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the logits, the next values of `MOVES`, and whether any image was observed; else `FOLLOWS` stay."""
-        batch = screen(images, valid)
+    def forward(
+        self, batch: Screened, held: Tensor | None, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the logits, the next values of `MOVES`, and whether any image was observed; else `FOLLOWS` stay.
+
+        Images that are ``held`` (N,) are predicted and not observed.
+        """
         mean, var = self.mixture(state)
-        scale = self.weight * torch.rsqrt(var + self.eps)
-        shift = self.bias - scale * (mean - self.mean[0])
         order = batch.valid.to(torch.int64).cumsum(0) - 1 + state["info.images"]
         observed = batch.valid & (order % self.method.observe == 0)
+        if held is not None:
+            observed = observed & ~held
         chosen = observed.nonzero()[:, 0] if self.method.observe > 1 else None
-        x = batch.x if images.is_floating_point() else batch.x.to(torch.float32) / 255
-        logits, recorded = self.network(x, scale, shift, chosen)
+        logits, recorded = self.network(batch.x, *self.folded(mean, var), chosen)
         seen = batch.valid & (logits.sum(1).abs() < math.inf)
         logits = torch.where(seen.unsqueeze(1), logits, 0)
         shown, labels = observed & seen, logits.argmax(1)
@@ -88,7 +91,18 @@ class OnePass(nn.Module):
             shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
         sums, sane = self.sum_classes(self.moments(recorded, mean, var, shown), labels, shown)
         new = self.follow(state, sums) | self.report(state, batch, logits, seen, sane)
-        return logits, *(new[name] for name in MOVES), sums.images.sum() > 0
+        return logits, new, sums.images.sum() > 0
+
+    def folded(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scale and the shift (C,) of layers that see their input less the source's mean."""
+        scale = self.weight * torch.rsqrt(var + self.eps)
+        return scale, self.bias - scale * (mean - self.mean[0])
+
+    def source_logits(self, batch: Screened) -> Tensor:
+        """Return the logits (N, K) of the source."""
+        logits, _ = self.network(batch.x, *self.folded(self.mean[0], self.var[0]), None)
+        seen = batch.valid & (logits.sum(1).abs() < math.inf)
+        return torch.where(seen.unsqueeze(1), logits, 0)
 
     def mixture(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the statistics (C,) that normalise."""

@@ -79,9 +79,9 @@ class Session:
         self.header: dict[str, Any] = json.loads(metadata["tribe.header"])
         compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
         self._start = {
-            name: np.broadcast_to(compact[name], shape) for name, (shape, *_) in self.header["state"].items()
+            name: np.broadcast_to(compact[name], shape) for name, shape in self.header["shapes"].items()
         }
-        self._images, self._inputs = self._run.get_inputs()[0], [i.name for i in self._run.get_inputs()]
+        self._outputs = [output.name for output in self._run.get_outputs()]
         self._moving: list[str] = self.header["moving"]
         self._prefix = self._moving[0].removesuffix("stats.mean")
         self._streams: dict[str, _Stream] = {}
@@ -89,30 +89,39 @@ class Session:
 
     def __call__(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
         """Predict images (N, C, H, W), then adapt the stream, unless it is frozen: logits (N, K)."""
+        return self.run(images, valid, stream)["logits"]
+
+    def run(self, images: Array, valid: Array | None = None, stream: str = "default") -> dict[str, Array]:
+        """Do as a call does; return ``source_logits`` too, if the file has them."""
         entry = self._entry(stream)
         with entry.lock:
-            logits, state = self._step(entry.state, images, valid)
-            if not entry.frozen and state is not None:
-                entry.state = state
-        return logits
+            outputs, state = self._step(entry.state, images, valid)
+            entry.state = self._after(entry, state)
+        return outputs
 
     def predict(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
-        """Predict without adapting."""
-        return self._step(self._entry(stream).state, images, valid)[0]
+        """Predict without adapting; a time filter stays where it is."""
+        return self._step(self._entry(stream).state, images, valid)[0]["logits"]
 
-    def _step(self, state: State, images: Array, valid: Array | None) -> tuple[Array, State | None]:
+    def _after(self, entry: _Stream, state: State) -> State:
+        """Return the state after a step: of a frozen stream, only its time filter moves on."""
+        if entry.frozen:
+            return {name: (state if name.startswith("filter.") else entry.state)[name] for name in state}
+        pooled = (state[f"{self._prefix}pooled.{part}"] for part in ("mean", "var"))
+        return state if all(np.isfinite(t).all() for t in pooled) else entry.state
+
+    def _step(self, state: State, images: Array, valid: Array | None) -> tuple[dict[str, Array], State]:
         feeds = {"images": self._checked(images), **{name: state[name] for name in self._moving}}
-        if "valid" in self._inputs:
+        if self.header["options"]["valid"]:
             feeds["valid"] = np.ones(len(images), bool) if valid is None else np.asarray(valid, bool)
         elif valid is not None:
             raise ModelFileError("this model file takes no marks: export it with valid=True")
-        logits, *after = self._run.run(None, feeds)
-        new = dict(zip(self._moving, after, strict=True))
-        pooled = (new[f"{self._prefix}pooled.{part}"] for part in ("mean", "var"))
-        return logits, {**state, **new} if all(np.isfinite(t).all() for t in pooled) else None
+        results = dict(zip(self._outputs, self._run.run(None, feeds), strict=True))
+        after = {name: results.pop(f"next.{name}") for name in self._moving}
+        return results, {**state, **after}
 
     def _checked(self, images: Array) -> Array:
-        shape, kind = self.header["shape"], np.dtype(np.uint8 if self.header["uint8"] else np.float32)
+        shape, kind = self.header["shape"], np.dtype(np.uint8 if self.header["options"]["uint8"] else np.float32)
         images = np.asarray(images)
         if images.ndim != 4 or list(images.shape[1:]) != shape or not len(images):
             raise ValueError(
@@ -179,7 +188,8 @@ class Session:
 
     def restore(self, snapshot: StreamSnapshot, stream: str = "default") -> Self:
         """Return a stream to a snapshot of this session, or of another with the same network."""
-        self._check(snapshot.state, snapshot.fingerprint, "the snapshot")
+        own = {name: t for name, t in snapshot.state.items() if name in self.header["state"]}
+        self._check(own, snapshot.fingerprint, "the snapshot")
         entry = self._entry(stream)
         with entry.lock:
             entry.state, entry.frozen = dict(snapshot.state), snapshot.frozen
@@ -192,7 +202,8 @@ class Session:
         entry, header = self._entry(stream), self.header
         with entry.lock:
             state, frozen = entry.state, entry.frozen
-        states.write(path, StateHeader(header["method"], header["fields"], 1, frozen, header["fingerprint"]), state)
+        own = {name: state[name] for name in header["state"]}  # the frame checks begin anew
+        states.write(path, StateHeader(header["method"], header["fields"], 1, frozen, header["fingerprint"]), own)
 
     def load(self, path: str | PathLike[str], stream: str = "default") -> Self:
         """Go on with a state that `Session.save` or `tribe.Adapter.save` wrote."""
@@ -208,7 +219,7 @@ class Session:
         self._check(state, saved.fingerprint, str(path))
         entry = self._entry(stream)
         with entry.lock:
-            entry.state, entry.frozen = state, saved.frozen
+            entry.state, entry.frozen = {**self._start, **state}, saved.frozen
         return self
 
     def _check(self, state: State, fingerprint: str, source: str) -> None:
@@ -218,12 +229,13 @@ class Session:
         expected = self.header["state"]
         if wrong := sorted(state.keys() ^ expected.keys()):
             raise ModelFileError(f"{source} does not hold this method's state: {', '.join(wrong[:4])}")
-        for name, (shape, kind, low, high) in expected.items():
-            t = state[name]
-            if list(t.shape) != shape or str(t.dtype) != kind:
-                raise ModelFileError(f"{source}: {name} is {t.shape} {t.dtype}; expected {tuple(shape)} {kind}")
-            if t.size and not ("info" in name.split(".") or np.isfinite(t).all()):
-                raise ModelFileError(f"{source} holds a state that is not finite ({name})")
-            bounds = (-np.inf if low is None else low), (np.inf if high is None else high)
-            if t.size and not (bounds[0] <= t.min() and t.max() <= bounds[1]):
-                raise ModelFileError(f"{source}: {name} is outside its bounds, {bounds[0]:g} to {bounds[1]:g}")
+        for name, (kind, low, high) in expected.items():
+            t, shape = state[name], tuple(self.header["shapes"][name])
+            if t.shape != shape or str(t.dtype) != kind:
+                raise ModelFileError(f"{source}: {name} is {t.shape} {t.dtype}; expected {shape} {kind}")
+            if not t.size or "info" in name.split(".") and t.dtype.kind == "f":
+                continue
+            if not np.isfinite(t).all():
+                raise ModelFileError(f"{source} holds a state that is not finite ({name}), which can predict nothing")
+            if not (-np.inf if low is None else low) <= t.min() <= t.max() <= (np.inf if high is None else high):
+                raise ModelFileError(f"{source}: {name} is outside its bounds, {low:g} to {high:g}")

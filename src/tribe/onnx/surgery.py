@@ -58,3 +58,33 @@ def _reads(node: Any) -> list[str]:
     """Return the names that a node reads, those in its subgraphs included."""
     inner = [name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in _reads(n)]
     return [*node.input, *inner]
+
+
+def strip(model: Any) -> None:
+    """Remove what torch wrote for its own developers: stack traces and names of modules, twice the size of a graph."""
+    for message in (model, model.graph):
+        message.ClearField("metadata_props")
+    pending = [model.graph]
+    while pending:
+        graph = pending.pop()
+        for part in (*graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+            for field in ("metadata_props", "doc_string"):
+                part.ClearField(field)
+        pending += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
+
+
+def translations() -> dict[Any, Any]:
+    """Return operators of ONNX for those of torch that torch's exporter does not translate."""
+    import torch
+    from onnxscript import opset18 as op
+
+    def cummax(x: Any, dim: int) -> Any:
+        """Return the largest number so far along the last axis; where it is, which nobody asks for, is not known."""
+        size = op.Shape(x, start=-1)
+        before = op.Trilu(op.Expand(op.CastLike(1, x), op.Concat(size, size, axis=0)), upper=0)
+        least = op.ReduceMin(x, keepdims=1)
+        seen = op.Where(op.Cast(before, to=9), op.Unsqueeze(x, [-2]), op.Unsqueeze(least, [-1]))
+        largest = op.ReduceMax(seen, [-1], keepdims=0)
+        return largest, largest
+
+    return {torch.ops.aten.cummax.default: cummax}
