@@ -28,7 +28,7 @@ from tribe.methods.encoding import method_for_file
 from tribe.onnx.graph import ModelGraph, Options, first_frames
 from tribe.onnx.one_pass import FOLLOWS
 from tribe.onnx.states import FORMAT, ModelFileError
-from tribe.onnx.surgery import put_behind_condition, strip, translations
+from tribe.onnx.surgery import fold_sums, put_behind_condition, strip, translations
 from tribe.onnx.tracing import explain
 from tribe.streams.adapter import Adapter
 
@@ -189,6 +189,7 @@ def _trace(graph: ModelGraph, given: tuple[Tensor, ...], opset: int) -> Any:
             raise explain(graph.step.network, given[0], error) from error
     proto = made.model_proto
     strip(proto)
+    fold_sums(proto.graph)
     return proto
 
 

@@ -21,9 +21,6 @@ COUNTS = ("key.clock", "info.images", "info.skipped", "info.trusted", "info.entr
 MOVES = (*FOLLOWS, *COUNTS)
 
 
-FEW = 32  # classes up to which sums are made for all of them, and not only for those in the batch
-
-
 class Screened(NamedTuple):
     """The images of a batch, bad ones replaced."""
 
@@ -34,9 +31,9 @@ class Screened(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Sums over the observed images of each class, as `tribe.norms.balanced.ClassSums`."""
+    """Sums over the observed images of each class; the first image of a class has them, the others have none."""
 
-    labels: Tensor | None  # (G,), the classes; None: all of them, G = K
+    labels: Tensor  # (G,), of the images
     images: Tensor  # (G, 1)
     linear: Tensor  # (G, C), of mean - origin
     square: Tensor  # (G, C), of var + (mean - origin) ** 2
@@ -136,17 +133,11 @@ class OnePass(nn.Module):
         """Sum moments over the images of each class, and say whether all are finite; else none counts."""
         sane = joint.abs().sum() < math.inf
         shown = shown & sane
-        few = self.method.class_count <= FEW
-        if few:
-            member = labels.unsqueeze(0) == torch.arange(self.method.class_count).unsqueeze(1)
-            member = member & shown.unsqueeze(0)
-        else:  # the first image of each class has its sums
-            member = (labels.unsqueeze(0) == labels.unsqueeze(1)) & shown.unsqueeze(0) & shown.unsqueeze(1)
-            first = member.to(torch.int64).argmax(1) == torch.arange(labels.shape[0])
-            member = member & first.unsqueeze(1)
-        counted = member.to(joint.dtype)  # (G, images)
+        member = (labels.unsqueeze(0) == labels.unsqueeze(1)) & shown.unsqueeze(0) & shown.unsqueeze(1)
+        first = member.to(torch.int64).argmax(1) == torch.arange(labels.shape[0])
+        counted = (member & first.unsqueeze(1)).to(joint.dtype)  # (G, images)
         linear, square = (counted @ torch.where(sane, joint, 0)).chunk(2, 1)
-        return Seen(None if few else labels, counted.sum(1, keepdim=True), linear, square), sane
+        return Seen(labels, counted.sum(1, keepdim=True), linear, square), sane
 
     def follow(self, state: Mapping[str, Tensor], sums: Seen) -> dict[str, Tensor]:
         """Score and update every speed: `Bank._follow`."""
@@ -155,9 +146,8 @@ class OnePass(nn.Module):
         keep = torch.exp(-observe * images / method.horizon)
         came = (sums.images / images).view(1, -1)
         seldom = (1 / (method.class_count * state["frequency"])).clamp_max(MOST_WEIGHT) / images  # (1, K)
-        if sums.labels is not None:
-            seldom = seldom.index_select(1, sums.labels)
-            came = torch.zeros_like(state["frequency"]).index_add(1, sums.labels, came)
+        seldom = seldom.index_select(1, sums.labels)
+        came = torch.zeros_like(state["frequency"]).index_add(1, sums.labels, came)
         gain = self.surprise(state, sums, seldom)
         score = torch.lerp(gain - gain[:, :1], state["score"], keep)
         frequency = torch.lerp(came, state["frequency"], keep)
@@ -180,7 +170,7 @@ class OnePass(nn.Module):
         """Update the statistics (V, K, C) of each class: `Balanced.follow`."""
         norm, n, labels = self.norm, sums.images, sums.labels  # (G, 1)
         past = state["stats.mean"], state["stats.var"]
-        mu, sigma2 = past if labels is None else (t.index_select(1, labels) for t in past)  # (V, G, C)
+        mu, sigma2 = (t.index_select(1, labels) for t in past)  # (V, G, C)
         eta = (self.speeds * self.method.observe).clamp_max(1).view(-1, 1, 1)
         rate = torch.minimum(eta, 1 / n.clamp_min(1)) if norm.rate_cap else eta.expand(-1, n.shape[0], 1)
         weight = rate * n  # (V, G, 1)
@@ -197,8 +187,6 @@ class OnePass(nn.Module):
             mean = mean + share * delta.sum(1, keepdim=True)
             var = var * (1 - shrink) + share * fresh.sum(1, keepdim=True)
             step, growth = (1 - norm.gamma) * delta, kept * growth
-        if labels is None:
-            return mean + step, var + growth
         return mean.index_add(1, labels, step), var.index_add(1, labels, growth)
 
     def report(

@@ -60,6 +60,35 @@ def _reads(node: Any) -> list[str]:
     return [*node.input, *inner]
 
 
+def fold_sums(graph: Any) -> None:
+    """Put what is added to each channel after a convolution into its bias, so that a runtime has less to do."""
+    from onnx import numpy_helper
+
+    values = {t.name: t for t in graph.initializer}
+    convolutions = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
+    reads = [name for node in graph.node for name in _reads(node)] + [value.name for value in graph.output]
+    for node in [node for node in graph.node if node.op_type == "Add"]:
+        convolution, added = convolutions.get(node.input[0]), values.get(node.input[1])
+        if convolution is None or added is None or reads.count(node.input[0]) > 1:
+            continue
+        width = values[convolution.input[1]].dims[0] if convolution.input[1] in values else 0
+        if list(added.dims) != [width, 1, 1]:
+            continue
+        bias = numpy_helper.to_array(added).reshape(-1)
+        if len(convolution.input) > 2:
+            if convolution.input[2] not in values:
+                continue
+            bias = bias + numpy_helper.to_array(values[convolution.input[2]])
+            convolution.input.pop()
+        convolution.input.append(f"{node.output[0]}.bias")
+        graph.initializer.append(numpy_helper.from_array(bias, convolution.input[2]))
+        convolution.output[0] = node.output[0]
+        graph.node.remove(node)
+    used = {name for node in graph.node for name in _reads(node)}
+    for tensor in [t for t in graph.initializer if t.name not in used]:
+        graph.initializer.remove(tensor)
+
+
 def strip(model: Any) -> None:
     """Remove what torch wrote for its own developers: stack traces and names of modules, twice the size of a graph."""
     for message in (model, model.graph):
