@@ -139,9 +139,13 @@ def _check_method(method: AnyMethod) -> None:
         raise ModelFileError(f"{method.name!r} cannot be a model file that adapts: it {why}. {INSTEAD}")
     if parts.method.compare:
         count = parts.method.compare
-        raise ModelFileError(f"'bank' with compare={count} passes an image in {count} through the source, too. {INSTEAD}")
+        raise ModelFileError(
+            f"'bank' with compare={count} passes an image in {count} through the source, too. {INSTEAD}"
+        )
     if parts.guard is not None:
-        raise ModelFileError(f"{parts.guard.name!r} cannot be in a model file: {ALONE}; frames=True has its frame checks")
+        raise ModelFileError(
+            f"{parts.guard.name!r} cannot be in a model file: {ALONE}; frames=True has its frame checks"
+        )
     if parts.filter is not None and (type(parts.filter) is not Markov or parts.filter.uses_batch):
         raise ModelFileError(f"the time filter {parts.filter!r} cannot be in a model file; time='auto' can")
 
@@ -162,10 +166,14 @@ def _trace(graph: ModelGraph, given: tuple[Tensor, ...], opset: int) -> Any:
         import onnx
         import onnxscript  # noqa: F401  torch needs it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("export needs onnx and onnxscript: pip install 'tribe-tta[onnx]'", name=error.name) from error
+        raise ModuleNotFoundError(
+            "export needs onnx and onnxscript: pip install 'tribe-tta[onnx]'", name=error.name
+        ) from error
     newest = onnx.defs.onnx_opset_version()
     if not OPSET <= opset <= newest:
-        raise ModelFileError(f"opset={opset}: expected {OPSET} to {newest}, the newest that onnx {onnx.__version__} knows")
+        raise ModelFileError(
+            f"opset={opset}: expected {OPSET} to {newest}, the newest that onnx {onnx.__version__} knows"
+        )
     # torch assumes 3 frames at least; what it writes holds for fewer.
     batch = torch.export.Dim("batch", min=3 if graph.options.frames else 1, max=2**16)
     dynamic = ({0: batch}, tuple({0: batch} if t.dtype == torch.bool else None for t in given[1:]))

@@ -1,6 +1,6 @@
 """The whole of a model file as a module: a step of the bank, and what stands around it.
 
-    images -> frame checks -> one pass -> time filter -> logits
+images -> frame checks -> one pass -> time filter -> logits
 """
 
 from collections.abc import Sequence

@@ -78,12 +78,11 @@ class Session:
             raise ModelFileError(f"{path} is an ONNX file that tribe.onnx.export did not write")
         self.header: dict[str, Any] = json.loads(metadata["tribe.header"])
         compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
-        self._start = {
-            name: np.broadcast_to(compact[name], shape) for name, shape in self.header["shapes"].items()
-        }
+        self._start = {name: np.broadcast_to(compact[name], shape) for name, shape in self.header["shapes"].items()}
         self._outputs = [output.name for output in self._run.get_outputs()]
-        self._moving: list[str] = self.header["moving"]
-        self._prefix = self._moving[0].removesuffix("stats.mean")
+        self.moving: list[str] = self.header["moving"]  # the tensors of a state that steps change
+        self.predictions = [name for name in self._outputs if not name.startswith("next.")]
+        self._prefix = self.moving[0].removesuffix("stats.mean")
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()  # of the names
 
@@ -111,14 +110,19 @@ class Session:
         return state if all(np.isfinite(t).all() for t in pooled) else entry.state
 
     def _step(self, state: State, images: Array, valid: Array | None) -> tuple[dict[str, Array], State]:
-        feeds = {"images": self._checked(images), **{name: state[name] for name in self._moving}}
+        feeds = self.feeds(state, images, valid)
+        results = dict(zip(self._outputs, self._run.run(None, feeds), strict=True))
+        after = {name: results.pop(f"next.{name}") for name in self.moving}
+        return results, {**state, **after}
+
+    def feeds(self, state: State, images: Array, valid: Array | None = None) -> dict[str, Array]:
+        """Return the inputs of a run, checked."""
+        feeds = {"images": self._checked(images), **{name: state[name] for name in self.moving}}
         if self.header["options"]["valid"]:
             feeds["valid"] = np.ones(len(images), bool) if valid is None else np.asarray(valid, bool)
         elif valid is not None:
-            raise ModelFileError("this model file takes no marks: export it with valid=True")
-        results = dict(zip(self._outputs, self._run.run(None, feeds), strict=True))
-        after = {name: results.pop(f"next.{name}") for name in self._moving}
-        return results, {**state, **after}
+            raise ValueError("this model file takes no marks of real images: export it with valid=True")
+        return feeds
 
     def _checked(self, images: Array) -> Array:
         shape, kind = self.header["shape"], np.dtype(np.uint8 if self.header["options"]["uint8"] else np.float32)
@@ -145,6 +149,11 @@ class Session:
             if stream not in self._streams:
                 self._streams[stream] = _Stream(dict(self._start), self.header["frozen"])
             return self._streams[stream]
+
+    @property
+    def state_bytes(self) -> int:
+        """The memory of a stream's state."""
+        return sum(t.nbytes for t in self._start.values())
 
     def state(self, stream: str = "default") -> State:
         """Return a copy of a stream's state, by the names of the library's."""
@@ -233,7 +242,7 @@ class Session:
             t, shape = state[name], tuple(self.header["shapes"][name])
             if t.shape != shape or str(t.dtype) != kind:
                 raise ModelFileError(f"{source}: {name} is {t.shape} {t.dtype}; expected {shape} {kind}")
-            if not t.size or "info" in name.split(".") and t.dtype.kind == "f":
+            if not t.size or ("info" in name.split(".") and t.dtype.kind == "f"):
                 continue
             if not np.isfinite(t).all():
                 raise ModelFileError(f"{source} holds a state that is not finite ({name}), which can predict nothing")

@@ -54,9 +54,16 @@ def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str])
     graph.output.extend(results)
 
 
+def all_reads(graph: Any) -> list[str]:
+    """Return every name that a graph reads, once for each time, and its outputs."""
+    return [name for node in graph.node for name in _reads(node)] + [value.name for value in graph.output]
+
+
 def _reads(node: Any) -> list[str]:
     """Return the names that a node reads, those in its subgraphs included."""
-    inner = [name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in _reads(n)]
+    inner = [
+        name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in _reads(n)
+    ]
     return [*node.input, *inner]
 
 
@@ -66,7 +73,7 @@ def fold_sums(graph: Any) -> None:
 
     values = {t.name: t for t in graph.initializer}
     convolutions = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
-    reads = [name for node in graph.node for name in _reads(node)] + [value.name for value in graph.output]
+    reads = all_reads(graph)
     for node in [node for node in graph.node if node.op_type == "Add"]:
         convolution, added = convolutions.get(node.input[0]), values.get(node.input[1])
         if convolution is None or added is None or reads.count(node.input[0]) > 1:
