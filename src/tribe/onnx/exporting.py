@@ -28,7 +28,7 @@ from tribe.methods.encoding import method_for_file
 from tribe.onnx.graph import ModelGraph, Options, first_frames
 from tribe.onnx.one_pass import FOLLOWS
 from tribe.onnx.states import FORMAT, ModelFileError
-from tribe.onnx.surgery import fold_sums, put_behind_condition, strip, translations
+from tribe.onnx.surgery import fold_sums, hide_outputs, put_behind_condition, strip, translations
 from tribe.onnx.tracing import explain
 from tribe.streams.adapter import Adapter
 
@@ -95,10 +95,12 @@ def export(
     images = _example(source, shape, uint8)
     graph = ModelGraph(source.net, source.bank, source.filter, options).eval()
     first = leaves(source.state) | (first_frames() if frames else {})
+    first = {name: t.clone(memory_format=torch.contiguous_format) for name, t in first.items()}  # usual strides
     marks = (torch.ones(len(images), dtype=torch.bool),) if valid else ()
     proto = _trace(graph, (images, *marks, *(first[name] for name in graph.names)), opset)
     prefix = next(iter(graph.bank_names)).removesuffix(FOLLOWS[0])
     put_behind_condition(proto.graph, "observed", {f"next.{prefix}{name}": prefix + name for name in FOLLOWS})
+    hide_outputs(proto.graph, graph.named)
     for key, value in _metadata(source, shape, options, graph.names, first).items():
         entry = proto.metadata_props.add()
         entry.key, entry.value = key, value
@@ -116,7 +118,7 @@ def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]
         source = Source(model.net, model.method, model.snapshot().state, model.info[0].frozen)
     else:
         net = backbone_for(model, "bank")
-        method = build_method(net, "bank", time, None, {"compare": 0, "memory": 0, **fields})
+        method = build_method(net, "bank", time, None, {"compare": 0, **fields})
         check_network(net, method)
         _check_method(method)
         source = Source(net, method, method.init(net), False)
@@ -184,7 +186,7 @@ def _trace(graph: ModelGraph, given: tuple[Tensor, ...], opset: int) -> Any:
             made: Any = torch.onnx.export(
                 program,
                 input_names=inputs,
-                output_names=graph.outputs,
+                output_names=[*graph.outputs, *graph.named],
                 opset_version=opset,
                 custom_translation_table=translations(),
                 dynamo=True,

@@ -42,12 +42,18 @@ class ModelGraph(nn.Module):
 
     @property
     def outputs(self) -> list[str]:
-        """The names of the outputs; the last one says whether any image was observed."""
+        """The names of the outputs, before values with names."""
         logits = ["logits", "source_logits"] if self.options.source_logits else ["logits"]
-        return [*logits, *(f"next.{name}" for name in self.names), "observed"]
+        return [*logits, *(f"next.{name}" for name in self.names)]
+
+    @property
+    def named(self) -> list[str]:
+        """The names of the values in the graph that have names."""
+        chosen = ["net.chosen"] if self.step.method.observe > 1 else []
+        return ["observed", *(f"net.{name}" for name in ("x", "scale", "shift", "logits", "moments")), *chosen]
 
     def forward(self, images: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Images (N, C, H, W), the marks (N,) if there are any, and the tensors of the state; see `outputs`."""
+        """Images (N, C, H, W), the marks (N,) if there are any, and the tensors of the state; see `outputs` and `named`."""
         options = self.options
         valid, given = (tensors[0], tensors[1:]) if options.valid else (None, tensors)
         state = dict(zip(self.names, given, strict=True))
@@ -58,13 +64,13 @@ class ModelGraph(nn.Module):
         if options.frames:
             held, new = self.check_frames(batch, state)
         own = {name: state[full] for full, name in self.bank_names.items()}
-        logits, moved, observed = self.step(batch, held, own)
+        logits, moved, named = self.step(batch, held, own)
         new |= {full: moved[name] for full, name in self.bank_names.items()}
         if self.filter is not None:
             logits, after = self.filter_logits(logits, batch.valid if valid is None else valid, state)
             new |= after
         source = [self.step.source_logits(batch)] if options.source_logits else []
-        return logits, *source, *(new[name] for name in self.names), observed
+        return logits, *source, *(new[name] for name in self.names), *(named[name] for name in self.named)
 
     def check_frames(self, batch: Screened, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return which images (N,) teach nothing, and the next state of the frame checks."""

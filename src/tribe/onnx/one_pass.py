@@ -69,10 +69,11 @@ class OnePass(nn.Module):
 
     def forward(
         self, batch: Screened, held: Tensor | None, state: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the logits, the next values of `MOVES`, and whether any image was observed; else `FOLLOWS` stay.
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Return the logits, the next values of `MOVES`, and values with names: see `tribe.onnx.tuning`.
 
-        Images that are ``held`` (N,) are predicted and not observed.
+        One of these, ``observed``, says whether any image was; else `FOLLOWS` stay. Images that are ``held`` (N,) are
+        predicted and not observed.
         """
         mean, var = self.mixture(state)
         order = batch.valid.to(torch.int64).cumsum(0) - 1 + state["info.images"]
@@ -80,15 +81,19 @@ class OnePass(nn.Module):
         if held is not None:
             observed = observed & ~held
         chosen = observed.nonzero()[:, 0] if self.method.observe > 1 else None
-        logits, recorded = self.network(batch.x, *self.folded(mean, var), chosen)
-        seen = batch.valid & (logits.sum(1).abs() < math.inf)
-        logits = torch.where(seen.unsqueeze(1), logits, 0)
+        scale, shift = self.folded(mean, var)
+        raw, recorded = self.network(batch.x, scale, shift, chosen)
+        seen = batch.valid & (raw.sum(1).abs() < math.inf)
+        logits = torch.where(seen.unsqueeze(1), raw, 0)
         shown, labels = observed & seen, logits.argmax(1)
         if chosen is not None:
             shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
-        sums, sane = self.sum_classes(self.moments(recorded, mean, var, shown), labels, shown)
+        moments = self.moments(recorded, mean, var, shown.shape[0])
+        sums, sane = self.sum_classes(torch.where(shown.unsqueeze(1), moments, 0), labels, shown)
         new = self.follow(state, sums) | self.report(state, batch, logits, seen, sane)
-        return logits, new, sums.images.sum() > 0
+        named = {"x": batch.x, "scale": scale, "shift": shift, "logits": raw, "moments": moments}
+        named |= {} if chosen is None else {"chosen": chosen}
+        return logits, new, {"observed": sums.images.sum() > 0, **{f"net.{name}": t for name, t in named.items()}}
 
     def folded(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale and the shift (C,) of layers that see their input less the source's mean."""
@@ -117,17 +122,16 @@ class OnePass(nn.Module):
     def _source(self) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
         return (self.mean, "mean"), (self.var, "var")
 
-    def moments(self, recorded: dict[int, tuple[Tensor, Tensor]], mean: Tensor, var: Tensor, shown: Tensor) -> Tensor:
+    def moments(self, recorded: dict[int, tuple[Tensor, ...]], mean: Tensor, var: Tensor, count: int) -> Tensor:
         """Join the moments of all layers: (images, 2 C). A layer that was not called has those it normalises with."""
-        count, widths = shown.shape[0], self.network.widths
+        widths = self.network.widths
         off = (mean - self.mean[0]).split(widths)
         spread = var.split(widths)
         parts = []
         for i, width in enumerate(widths):
             own = recorded.get(i) or (off[i].expand(count, width), (spread[i] + off[i] * off[i]).expand(count, width))
             parts.append(own)
-        joint = torch.cat([part for column in zip(*parts, strict=True) for part in column], 1)
-        return torch.where(shown.unsqueeze(1), joint, 0)
+        return torch.cat([part for column in zip(*parts, strict=True) for part in column], 1)
 
     def sum_classes(self, joint: Tensor, labels: Tensor, shown: Tensor) -> tuple[Seen, Tensor]:
         """Sum moments over the images of each class, and say whether all are finite; else none counts."""

@@ -1,13 +1,13 @@
 """Change the graph of a model file after torch has written it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
 def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str]) -> None:
     """Compute some outputs only where a condition holds; else each is a copy of the input that it is mapped to.
 
-    The condition, an output before, is none any more. Nodes that serve nothing but these outputs move into the branch.
+    Nodes that serve nothing but these outputs move into the branch.
     """
     from onnx import helper
 
@@ -49,9 +49,12 @@ def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str])
     rest = [node for i, node in enumerate(graph.node) if i not in moved]
     del graph.node[:]
     graph.node.extend([*rest, choice])
-    results = [value for value in graph.output if value.name != condition]
-    del graph.output[:]
-    graph.output.extend(results)
+
+
+def hide_outputs(graph: Any, names: Collection[str]) -> None:
+    """Keep values, and their names, and return them no more."""
+    for value in [value for value in graph.output if value.name in names]:
+        graph.output.remove(value)
 
 
 def all_reads(graph: Any) -> list[str]:
