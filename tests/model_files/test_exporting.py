@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import digits, digits_network
+from exported import digits, digits_network
 from torch import nn
 
 pytest.importorskip("onnxruntime")

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import digits, digits_network
+from exported import digits, digits_network, marked
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -68,9 +68,7 @@ def test_the_digits_network_adapts_as_in_torch(session):
 
 
 def test_marks_bad_images_and_a_time_filter_agree_with_torch(session):
-    """From the state of an adapter on. Bursts of equal images turn the filter on; some images are NaN and some are padding."""
-    from conftest import marked
-
+    """From the state of an adapter on; bursts of equal images turn the filter on, some are NaN, some padding."""
     ours, adapter, on = session("marked"), marked(), 0
     assert ours.info().images == 20
     generator = torch.Generator().manual_seed(0)

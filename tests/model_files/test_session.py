@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import digits, digits_network
+from exported import digits, digits_network, marked
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -89,8 +89,6 @@ def test_a_state_file_holds_what_the_library_writes(session, tmp_path):
 
 
 def test_a_file_with_a_time_filter_goes_both_ways(session, tmp_path):
-    from conftest import marked
-
     ours, adapter = session("marked"), marked()
     x = torch.rand(6, 3, 8, 8)
     adapter(x)

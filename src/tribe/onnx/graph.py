@@ -53,7 +53,7 @@ class ModelGraph(nn.Module):
         return ["observed", *(f"net.{name}" for name in ("x", "scale", "shift", "logits", "moments")), *chosen]
 
     def forward(self, images: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Images (N, C, H, W), the marks (N,) if there are any, and the tensors of the state; see `outputs` and `named`."""
+        """Images (N, C, H, W), marks (N,) if there are any, the tensors of the state; see `outputs` and `named`."""
         options = self.options
         valid, given = (tensors[0], tensors[1:]) if options.valid else (None, tensors)
         state = dict(zip(self.names, given, strict=True))

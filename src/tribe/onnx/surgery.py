@@ -14,7 +14,7 @@ def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str])
     kept = {value.name for value in graph.output} - outputs.keys()
     users: dict[str, list[int]] = {}
     for i, node in enumerate(graph.node):
-        for name in _reads(node):
+        for name in reads(node):
             users.setdefault(name, []).append(i)
     moved: set[int] = set()
     for i in reversed(range(len(graph.node))):
@@ -57,15 +57,15 @@ def hide_outputs(graph: Any, names: Collection[str]) -> None:
         graph.output.remove(value)
 
 
-def all_reads(graph: Any) -> list[str]:
+def allreads(graph: Any) -> list[str]:
     """Return every name that a graph reads, once for each time, and its outputs."""
-    return [name for node in graph.node for name in _reads(node)] + [value.name for value in graph.output]
+    return [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
 
 
-def _reads(node: Any) -> list[str]:
+def reads(node: Any) -> list[str]:
     """Return the names that a node reads, those in its subgraphs included."""
     inner = [
-        name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in _reads(n)
+        name for attribute in node.attribute if attribute.HasField("g") for n in attribute.g.node for name in reads(n)
     ]
     return [*node.input, *inner]
 
@@ -76,10 +76,10 @@ def fold_sums(graph: Any) -> None:
 
     values = {t.name: t for t in graph.initializer}
     convolutions = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
-    reads = all_reads(graph)
+    reads = allreads(graph)
     for node in [node for node in graph.node if node.op_type == "Add"]:
         convolution, added = convolutions.get(node.input[0]), values.get(node.input[1])
-        if convolution is None or added is None or reads.count(node.input[0]) > 1:
+        if convolution is None or added is None or every.count(node.input[0]) > 1:
             continue
         width = values[convolution.input[1]].dims[0] if convolution.input[1] in values else 0
         if list(added.dims) != [width, 1, 1]:
@@ -94,7 +94,7 @@ def fold_sums(graph: Any) -> None:
         graph.initializer.append(numpy_helper.from_array(bias, convolution.input[2]))
         convolution.output[0] = node.output[0]
         graph.node.remove(node)
-    used = {name for node in graph.node for name in _reads(node)}
+    used = {name for node in graph.node for name in reads(node)}
     for tensor in [t for t in graph.initializer if t.name not in used]:
         graph.initializer.remove(tensor)
 
