@@ -212,7 +212,10 @@ def openvino_predictions(path, session, given):
     compiled = core.compile_model(core.read_model(path), "CPU", exact)
     state, predicted = session.state(), []
     for x in given:
-        results = {key.any_name: value for key, value in compiled(session.feeds(state, x)).items()}
+        results = {
+            key.any_name: value
+            for key, value in compiled(session.given(x) | {n: state[n] for n in session.moving}).items()
+        }
         state |= {name: results[f"next.{name}"].copy() for name in session.moving}
         predicted.append(results["logits"].argmax(1))
     return np.concatenate(predicted), state

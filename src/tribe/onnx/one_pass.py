@@ -89,11 +89,11 @@ class OnePass(nn.Module):
         if chosen is not None:
             shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
         moments = self.moments(recorded, mean, var, shown.shape[0])
-        sums, sane = self.sum_classes(torch.where(shown.unsqueeze(1), moments, 0), labels, shown)
-        new = self.follow(state, sums) | self.report(state, batch, logits, seen, sane)
+        sums = self.sum_classes(moments, labels, shown)
+        new = self.follow(state, sums) | self.report(state, batch, logits, seen)
         named = {"x": batch.x, "scale": scale, "shift": shift, "logits": raw, "moments": moments}
         named |= {} if chosen is None else {"chosen": chosen}
-        return logits, new, {"observed": sums.images.sum() > 0, **{f"net.{name}": t for name, t in named.items()}}
+        return logits, new, {"observed": observed.any(), **{f"net.{name}": t for name, t in named.items()}}
 
     def folded(self, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scale and the shift (C,) of layers that see their input less the source's mean."""
@@ -133,20 +133,25 @@ class OnePass(nn.Module):
             parts.append(own)
         return torch.cat([part for column in zip(*parts, strict=True) for part in column], 1)
 
-    def sum_classes(self, joint: Tensor, labels: Tensor, shown: Tensor) -> tuple[Seen, Tensor]:
-        """Sum moments over the images of each class, and say whether all are finite; else none counts."""
-        sane = joint.abs().sum() < math.inf
-        shown = shown & sane
+    def sum_classes(self, moments: Tensor, labels: Tensor, shown: Tensor) -> Seen:
+        """Sum moments over the images of each class.
+
+        NOTE: an image whose moments are not finite, though its logits are, is left out. The library leaves out its
+        batch.
+        """
+        shown = shown & (moments.abs().sum(1) < math.inf)
+        joint = torch.where(shown.unsqueeze(1), moments, 0)
         member = (labels.unsqueeze(0) == labels.unsqueeze(1)) & shown.unsqueeze(0) & shown.unsqueeze(1)
         first = member.to(torch.int64).argmax(1) == torch.arange(labels.shape[0])
         counted = (member & first.unsqueeze(1)).to(joint.dtype)  # (G, images)
-        linear, square = (counted @ torch.where(sane, joint, 0)).chunk(2, 1)
-        return Seen(labels, counted.sum(1, keepdim=True), linear, square), sane
+        linear, square = (counted @ joint).chunk(2, 1)
+        return Seen(labels, counted.sum(1, keepdim=True), linear, square)
 
     def follow(self, state: Mapping[str, Tensor], sums: Seen) -> dict[str, Tensor]:
         """Score and update every speed: `Bank._follow`."""
         method, observe = self.method, self.method.observe
         images = sums.images.sum()
+        some, images = images > 0, images.clamp_min(1)
         keep = torch.exp(-observe * images / method.horizon)
         came = (sums.images / images).view(1, -1)
         seldom = (1 / (method.class_count * state["frequency"])).clamp_max(MOST_WEIGHT) / images  # (1, K)
@@ -159,8 +164,9 @@ class OnePass(nn.Module):
         centre, within = mean.mean(1, keepdim=True), var.mean(1, keepdim=True)
         apart = mean - centre
         pooled = within + (apart * apart).sum(1, keepdim=True) / self.norm.freedom
-        values = mean, var, centre, pooled.clamp_min(0), score, frequency
-        return dict(zip(FOLLOWS, values, strict=True))
+        small = {"pooled.mean": centre, "pooled.var": pooled.clamp_min(0), "score": score, "frequency": frequency}
+        small = {name: torch.where(some, t, state[name]) for name, t in small.items()}
+        return {"stats.mean": mean, "stats.var": var, **small}
 
     def surprise(self, state: Mapping[str, Tensor], sums: Seen, weight: Tensor) -> Tensor:
         """Return the negative log-likelihood of the images, weighted by class (1, G): (1, V + 1)."""
@@ -184,7 +190,7 @@ class OnePass(nn.Module):
         fresh = rate * sums.square - off * (by_mean + delta) - delta * delta
         step, growth, (mean, var) = delta, fresh - weight * sigma2, past
         if norm.gamma:
-            present = (n > 0).to(n.dtype).sum()
+            present = (n > 0).to(n.dtype).sum().clamp_min(1)
             share = norm.gamma / (present if norm.gamma_over == "present" else norm.classes)
             shrink = share * weight.sum(1, keepdim=True)  # (V, 1, 1)
             kept = (1 - norm.gamma) * ((1 - shrink) if norm.gamma_over == "present" else 1)
@@ -194,21 +200,19 @@ class OnePass(nn.Module):
         return mean.index_add(1, labels, step), var.index_add(1, labels, growth)
 
     def report(
-        self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor, sane: Tensor
+        self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor
     ) -> dict[str, Tensor]:
         """Count the images, as `tribe.methods.stepping.commit_step` does."""
         count = seen.to(torch.int64).sum()
-        moves = sane & (count > 0)
+        moves = count > 0
         log_p = logits.log_softmax(1)
         share = -(log_p.exp() * log_p).sum(1) / math.log(self.method.class_count)
         entropy = torch.where(seen, share, 0).sum() / count.clamp_min(1)
-        step = moves.to(torch.int64)
-        skipped = batch.rejected + batch.offered - torch.where(sane, count, 0)
         old = state["info.trusted"]
         return {
-            "key.clock": state["key.clock"] + step,
-            "info.images": state["info.images"] + step * count,
-            "info.skipped": state["info.skipped"] + skipped,
+            "key.clock": state["key.clock"] + moves.to(torch.int64),
+            "info.images": state["info.images"] + count,
+            "info.skipped": state["info.skipped"] + batch.rejected + batch.offered - count,
             "info.trusted": torch.where(moves, torch.ones_like(old), old),
             "info.entropy": torch.where(moves, entropy, state["info.entropy"]),
         }

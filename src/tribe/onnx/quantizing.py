@@ -10,7 +10,8 @@ from typing import Any, Literal
 import numpy as np
 
 from tribe.io.files import check_file, write_atomically
-from tribe.onnx.session import Array, Session
+from tribe.onnx.running import Array
+from tribe.onnx.session import Session
 from tribe.onnx.states import ModelFileError
 from tribe.onnx.surgery import all_reads
 
@@ -74,12 +75,10 @@ class _Images:
         self._feeds = self._batches(session, images)
 
     def _batches(self, session: Session, images: Array) -> Iterator[Mapping[str, Array]]:
-        state = session.state("calibration")
         for start in range(0, len(images), BATCH):
-            feeds = session.feeds(state, images[start : start + BATCH])
-            yield feeds
-            session(images[start : start + BATCH], stream="calibration")
-            state = session.state("calibration")
+            batch, state = images[start : start + BATCH], session.state("calibration")
+            yield session.given(batch) | {name: state[name] for name in session.moving}
+            session(batch, stream="calibration")
 
     def get_next(self) -> Mapping[str, Array] | None:
         """Return the inputs of the next run; None: there are no more."""

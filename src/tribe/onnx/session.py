@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -11,9 +12,8 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 
 from tribe.onnx import states
+from tribe.onnx.running import Array, Held, Runner
 from tribe.onnx.states import FORMAT, ModelFileError, State, StateHeader
-
-Array = np.ndarray[Any, Any]
 
 
 class StreamReport(NamedTuple):
@@ -37,8 +37,8 @@ class StreamSnapshot(NamedTuple):
 class _Stream:
     """The state of a stream, replaced by each step."""
 
-    def __init__(self, state: State, frozen: bool) -> None:
-        self.state, self.frozen, self.lock = state, frozen, threading.Lock()
+    def __init__(self, held: Held, frozen: bool) -> None:
+        self.held, self.frozen, self.lock = held, frozen, threading.Lock()
 
 
 class Session:
@@ -60,55 +60,32 @@ class Session:
         providers: list[str] | None = None,
         tune: bool = False,
     ) -> None:
-        try:
-            import onnxruntime
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "a session needs onnxruntime: pip install 'tribe-tta[onnx]'", name="onnxruntime"
-            ) from error
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no model file at {path}")
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        if threads is not None:
-            options.intra_op_num_threads = threads
-
-        def opened(model: str | bytes) -> Any:
-            return onnxruntime.InferenceSession(model, options, providers=providers or ["CPUExecutionProvider"])
-
-        try:
-            self._run = opened(str(path))
-        except Exception as error:  # ONNX Runtime has a class for each of its codes
-            raise ModelFileError(
-                f"{path} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {error}"
-            ) from error
-        metadata = self._run.get_modelmeta().custom_metadata_map
+        self._runner = Runner(path, threads, providers)
+        metadata = self._runner.metadata
         if metadata.get("tribe.format") != FORMAT:
             raise ModelFileError(f"{path} is an ONNX file that tribe.onnx.export did not write")
         self.header: dict[str, Any] = json.loads(metadata["tribe.header"])
         compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
         self._start = {name: np.broadcast_to(compact[name], shape) for name, shape in self.header["shapes"].items()}
-        self._outputs = [output.name for output in self._run.get_outputs()]
         self.moving: list[str] = self.header["moving"]  # the tensors of a state that steps change
-        self.predictions = [name for name in self._outputs if not name.startswith("next.")]
+        self.predictions = [name for name in self._runner.outputs if not name.startswith("next.")]
         self._prefix = self.moving[0].removesuffix("stats.mean")
         self._streams: dict[str, _Stream] = {}
         self._lock = threading.Lock()  # of the names
         if tune:
-            from tribe.onnx.tuning import tuned
+            self._runner = self._tuned(path)
 
-            self._replace_by(opened(tuned(path)))
-
-    def _replace_by(self, faster: Any) -> None:
-        """Run another model from now on, if it computes the same of noise."""
-        draw, shape = np.random.default_rng(0), self.header["shape"]
+    def _tuned(self, path: str | PathLike[str]) -> Runner:
+        """Return a runner for the processor of this machine, if it computes the same of noise."""
+        faster, draw, shape = self._runner.tuned(path), np.random.default_rng(0), self.header["shape"]
         for count in (1, 2 * self.header["fields"]["observe"] + 1):
             x = draw.random((count, *shape), dtype=np.float32)
-            feeds = self.feeds(self._start, (255 * x).astype(np.uint8) if self.header["options"]["uint8"] else x)
-            for ours, theirs in zip(self._run.run(None, feeds), faster.run(None, feeds), strict=True):
-                if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * max(1.0, float(np.abs(ours).max(initial=0)))):
-                    raise ModelFileError("tuning changes what the file computes on this machine: open it without")
-        self._run = faster
+            x = (255 * x).astype(np.uint8) if self.header["options"]["uint8"] else x
+            if not self._runner.agrees(faster, self._held(self._start), self.given(x)):
+                raise ModelFileError("tuning changes what the file computes on this machine: open it without")
+        return faster
 
     def __call__(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
         """Predict images (N, C, H, W), then adapt the stream, unless it is frozen: logits (N, K)."""
@@ -118,35 +95,36 @@ class Session:
         """Do as a call does; return ``source_logits`` too, if the file has them."""
         entry = self._entry(stream)
         with entry.lock:
-            outputs, state = self._step(entry.state, images, valid)
-            entry.state = self._after(entry, state)
+            outputs, after = self._runner.step(entry.held, self.given(images, valid))
+            entry.held = self._after(entry, after)
         return outputs
 
     def predict(self, images: Array, valid: Array | None = None, stream: str = "default") -> Array:
         """Predict without adapting; a time filter stays where it is."""
-        return self._step(self._entry(stream).state, images, valid)[0]["logits"]
+        return self._runner.step(self._entry(stream).held, self.given(images, valid))[0]["logits"]
 
-    def _after(self, entry: _Stream, state: State) -> State:
+    def _after(self, entry: _Stream, after: Held) -> Held:
         """Return the state after a step: of a frozen stream, only its time filter moves on."""
+        before = entry.held
         if entry.frozen:
-            return {name: (state if name.startswith("filter.") else entry.state)[name] for name in state}
-        pooled = (state[f"{self._prefix}pooled.{part}"] for part in ("mean", "var"))
-        return state if all(np.isfinite(t).all() for t in pooled) else entry.state
+            filtered = {name: value for name, value in after.values.items() if name.startswith("filter.")}
+            return Held(before.values | filtered, before.folded)
+        if after.folded is not None:  # no image was observed
+            return after
+        pooled = (after.array(f"{self._prefix}pooled.{part}") for part in ("mean", "var"))
+        return after if all(np.isfinite(t).all() for t in pooled) else before
 
-    def _step(self, state: State, images: Array, valid: Array | None) -> tuple[dict[str, Array], State]:
-        feeds = self.feeds(state, images, valid)
-        results = dict(zip(self._outputs, self._run.run(None, feeds), strict=True))
-        after = {name: results.pop(f"next.{name}") for name in self.moving}
-        return results, {**state, **after}
+    def _held(self, state: Mapping[str, Array]) -> Held:
+        return self._runner.held(state, self.moving)
 
-    def feeds(self, state: State, images: Array, valid: Array | None = None) -> dict[str, Array]:
-        """Return the inputs of a run, checked."""
-        feeds = {"images": self._checked(images), **{name: state[name] for name in self.moving}}
+    def given(self, images: Array, valid: Array | None = None) -> dict[str, Array]:
+        """Return the inputs of a run beside the state, checked."""
+        given = {"images": self._checked(images)}
         if self.header["options"]["valid"]:
-            feeds["valid"] = np.ones(len(images), bool) if valid is None else np.asarray(valid, bool)
+            given["valid"] = np.ones(len(images), bool) if valid is None else np.asarray(valid, bool)
         elif valid is not None:
             raise ValueError("this model file takes no marks of real images: export it with valid=True")
-        return feeds
+        return given
 
     def _checked(self, images: Array) -> Array:
         shape, kind = self.header["shape"], np.dtype(np.uint8 if self.header["options"]["uint8"] else np.float32)
@@ -171,7 +149,7 @@ class Session:
     def _entry(self, stream: str) -> _Stream:
         with self._lock:
             if stream not in self._streams:
-                self._streams[stream] = _Stream(dict(self._start), self.header["frozen"])
+                self._streams[stream] = _Stream(self._held(self._start), self.header["frozen"])
             return self._streams[stream]
 
     @property
@@ -181,14 +159,14 @@ class Session:
 
     def state(self, stream: str = "default") -> State:
         """Return a copy of a stream's state, by the names of the library's."""
-        return {name: t.copy() for name, t in self._entry(stream).state.items()}
+        return self._entry(stream).held.arrays()
 
     def info(self, stream: str = "default") -> StreamReport:
         """Return what a stream has seen."""
         entry = self._entry(stream)
-        state, at = entry.state, self._prefix
-        counts = (int(state[f"{at}{name}"][0]) for name in ("info.images", "info.skipped", "key.clock"))
-        return StreamReport(*counts, float(state[f"{at}info.entropy"][0]), entry.frozen)
+        held, at = entry.held, self._prefix
+        counts = (int(held.array(f"{at}{name}")[0]) for name in ("info.images", "info.skipped", "key.clock"))
+        return StreamReport(*counts, float(held.array(f"{at}info.entropy")[0]), entry.frozen)
 
     def freeze(self, stream: str = "default") -> Self:
         """Stop adapting a stream: only predict."""
@@ -204,7 +182,7 @@ class Session:
         """Return a stream to the state that the file was exported with."""
         entry = self._entry(stream)
         with entry.lock:
-            entry.state = dict(self._start)
+            entry.held = self._held(self._start)
         return self
 
     def remove(self, stream: str) -> Self:
@@ -217,7 +195,7 @@ class Session:
         """Return a copy of a stream for `restore`."""
         entry = self._entry(stream)
         with entry.lock:
-            return StreamSnapshot(self.header["fingerprint"], dict(entry.state), entry.frozen)
+            return StreamSnapshot(self.header["fingerprint"], entry.held.arrays(), entry.frozen)
 
     def restore(self, snapshot: StreamSnapshot, stream: str = "default") -> Self:
         """Return a stream to a snapshot of this session, or of another with the same network."""
@@ -225,7 +203,7 @@ class Session:
         self._check(own, snapshot.fingerprint, "the snapshot")
         entry = self._entry(stream)
         with entry.lock:
-            entry.state, entry.frozen = dict(snapshot.state), snapshot.frozen
+            entry.held, entry.frozen = self._held(snapshot.state), snapshot.frozen
         return self
 
     # -- files --------------------------------------------------------------------------------------------------------
@@ -234,7 +212,7 @@ class Session:
         """Write the state of a stream, a file that `tribe.load` reads, too."""
         entry, header = self._entry(stream), self.header
         with entry.lock:
-            state, frozen = entry.state, entry.frozen
+            state, frozen = entry.held.arrays(), entry.frozen
         own = {name: state[name] for name in header["state"]}  # the frame checks begin anew
         states.write(path, StateHeader(header["method"], header["fields"], 1, frozen, header["fingerprint"]), own)
 
@@ -252,7 +230,7 @@ class Session:
         self._check(state, saved.fingerprint, str(path))
         entry = self._entry(stream)
         with entry.lock:
-            entry.state, entry.frozen = {**self._start, **state}, saved.frozen
+            entry.held, entry.frozen = self._held({**self._start, **state}), saved.frozen
         return self
 
     def _check(self, state: State, fingerprint: str, source: str) -> None:

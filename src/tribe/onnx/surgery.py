@@ -57,7 +57,7 @@ def hide_outputs(graph: Any, names: Collection[str]) -> None:
         graph.output.remove(value)
 
 
-def allreads(graph: Any) -> list[str]:
+def all_reads(graph: Any) -> list[str]:
     """Return every name that a graph reads, once for each time, and its outputs."""
     return [name for node in graph.node for name in reads(node)] + [value.name for value in graph.output]
 
@@ -76,7 +76,7 @@ def fold_sums(graph: Any) -> None:
 
     values = {t.name: t for t in graph.initializer}
     convolutions = {node.output[0]: node for node in graph.node if node.op_type == "Conv"}
-    reads = allreads(graph)
+    every = all_reads(graph)
     for node in [node for node in graph.node if node.op_type == "Add"]:
         convolution, added = convolutions.get(node.input[0]), values.get(node.input[1])
         if convolution is None or added is None or every.count(node.input[0]) > 1:
