@@ -6,8 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
-from exported import digits, digits_network
 from torch import nn
+
+from exported import digits, digits_network
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

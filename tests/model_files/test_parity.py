@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+
 from exported import digits, digits_network, marked
 
 pytest.importorskip("onnxruntime")
@@ -65,6 +66,25 @@ def test_the_digits_network_adapts_as_in_torch(session):
     logits = assert_parity(session("digits"), adapter, batches(x))
     source = tribe.adapt(digits_network(), "source")(x).argmax(1)
     assert (logits.argmax(1) == y.numpy()).mean() > (source == y).float().mean() + 0.02, "it did not adapt"
+
+
+@pytest.mark.parametrize("name", ["digits", "marked"])
+def test_a_tuned_session_computes_the_same(name, model_file, session):
+    """Batches of one take one network or the other, larger ones both; statistics move, and are put back."""
+    pytest.importorskip("onnx")
+    ours, tuned = session(name), tribe.onnx.Session(model_file(name), threads=1, tune=True)
+    x = digits()[0] if name == "digits" else images(1, 500)[0]
+    begun = tuned.snapshot()
+    for batch in [*batches(x[:300]), *x[300:320].split(1)]:
+        expected = ours(batch.numpy())
+        logits = tuned(batch.numpy())
+        assert np.abs(logits - expected).max() <= CLOSE * max(1.0, np.abs(expected).max())
+        assert np.array_equal(tuned.predict(batch.numpy()), tuned.predict(batch.numpy()))
+    for tensor, t in ours.state().items():
+        assert np.allclose(tuned.state()[tensor], t, rtol=CLOSE, atol=CLOSE), tensor
+    assert np.abs(tuned.predict(x[:9].numpy()) - ours.predict(x[:9].numpy())).max() < 0.01
+    fresh = session(name).predict(x[:9].numpy())
+    assert np.abs(tuned.restore(begun).predict(x[:9].numpy()) - fresh).max() < 0.01
 
 
 def test_marks_bad_images_and_a_time_filter_agree_with_torch(session):

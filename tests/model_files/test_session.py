@@ -7,14 +7,16 @@ import threading
 import numpy as np
 import pytest
 import torch
-from exported import digits, digits_network, marked
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+
+from exported import digits, digits_network, marked
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 import tribe
+import tribe.onnx
 from places import ROOT
 from tribe.core.state import leaves
 from tribe.onnx import ModelFileError, Session
@@ -314,6 +316,16 @@ def test_files_that_are_no_model_files_are_refused(model_file, tmp_path):
     onnx.save(model, path)
     with pytest.raises(ModelFileError, match="did not write"):
         Session(path)
+
+
+def test_a_network_without_convolutions_cannot_be_tuned(tmp_path):
+    net = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
+    )
+    tribe.onnx.export(net.eval(), tmp_path / "net.onnx", (3, 2, 2))
+    assert Session(tmp_path / "net.onnx")(np.zeros((2, 3, 2, 2), np.float32)).shape == (2, 3)
+    with pytest.raises(ModelFileError, match="cannot be tuned"):
+        Session(tmp_path / "net.onnx", tune=True)
 
 
 def test_state_names_are_those_of_the_library(session):

@@ -85,7 +85,7 @@ class OnePass(nn.Module):
         raw, recorded = self.network(batch.x, scale, shift, chosen)
         seen = batch.valid & (raw.sum(1).abs() < math.inf)
         logits = torch.where(seen.unsqueeze(1), raw, 0)
-        shown, labels = observed & seen, logits.argmax(1)
+        shown, labels = observed & seen, raw.argmax(1)  # OpenVINO's branches cannot read an output of the graph
         if chosen is not None:
             shown, labels = shown.index_select(0, chosen), labels.index_select(0, chosen)
         moments = self.moments(recorded, mean, var, shown.shape[0])
@@ -199,9 +199,7 @@ class OnePass(nn.Module):
             step, growth = (1 - norm.gamma) * delta, kept * growth
         return mean.index_add(1, labels, step), var.index_add(1, labels, growth)
 
-    def report(
-        self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor
-    ) -> dict[str, Tensor]:
+    def report(self, state: Mapping[str, Tensor], batch: Screened, logits: Tensor, seen: Tensor) -> dict[str, Tensor]:
         """Count the images, as `tribe.methods.stepping.commit_step` does."""
         count = seen.to(torch.int64).sum()
         moves = count > 0

@@ -26,7 +26,13 @@ class Held:
 
     def arrays(self) -> State:
         """Return a copy of all tensors."""
-        return {name: np.array(self.array(name)) for name in self.values}
+        copies = {}
+        for name in self.values:
+            array = self.array(name)
+            # The runtime's int64 equals numpy's and is another type, which not every library takes.
+            copies[name] = np.empty(array.shape, np.dtype(str(array.dtype)))
+            copies[name][...] = array
+        return copies
 
 
 class Runner:

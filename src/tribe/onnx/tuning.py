@@ -7,9 +7,9 @@ runtime first compiles two versions of the network, whose statistics are placeho
     plain       each normalisation is in the weights and the bias of its convolution
     observing   each normalisation is a convolution of single pixels after it; the moments are averages before it
 
-Then values of the pass replace the placeholders: blocked weights are multiplied by the scale, by a model of its own that
-runs when the statistics have moved. Images that are observed take the second network, all others the first. The result suits this processor and this version of the runtime. So it is
-made when a file is opened, and never written.
+Then values of the pass replace the placeholders: blocked weights are multiplied by the scale, by a model of its own
+that runs when the statistics have moved. Images that are observed take the second network, all others the first. The
+result suits this processor and this version of the runtime. So it is made when a file is opened, and never written.
 """
 
 import json
