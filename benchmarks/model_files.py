@@ -72,9 +72,10 @@ def costs(net: nn.Module, shape: tuple[int, ...], batches: tuple[int, ...], roun
         eager = copy.deepcopy(net).to(memory_format=torch.channels_last)
         for batch in batches:
             x = np.random.default_rng(0).random((batch, *shape), np.float32)
-            given = torch.from_numpy(x).contiguous(memory_format=torch.channels_last)
+            usual = torch.from_numpy(x)
+            given = usual.contiguous(memory_format=torch.channels_last)
             runs: dict[str, Run] = {"plain": lambda x=x: plain(x)}  # type: ignore[misc]
-            runs["torch"] = lambda x=torch.from_numpy(x): _infer(net, x)  # type: ignore[misc]
+            runs["torch"] = lambda usual=usual: _infer(net, usual)  # type: ignore[misc]
             runs["torch, channels last"] = lambda given=given: _infer(eager, given)  # type: ignore[misc]
             runs |= {name: (lambda s=session, x=x: s(x)) for name, session in sessions.items()}  # type: ignore[misc]
             # So many calls that each has observed as often as it does on average.

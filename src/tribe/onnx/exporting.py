@@ -4,6 +4,7 @@ import base64
 import contextlib
 import json
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
@@ -221,7 +222,8 @@ def _metadata(
         "shapes": {name: list(t.shape) for name, t in first.items()},
     }
     for name, t, bounds in bounded(source.state, source.bank.class_count):
-        ends = [None, None] if bounds is None else [bounds.low, bounds.high]
+        ends = [] if bounds is None else [bounds.low, bounds.high]
+        ends = [end if math.isfinite(end) else None for end in ends] or [None, None]  # JSON has no infinity
         header["state"][name] = [str(t.dtype).removeprefix("torch."), *ends]
     compact = {name: _compact(t) for name, t in first.items()}
     if sum(t.nbytes for t in compact.values()) > MOST_BYTES:

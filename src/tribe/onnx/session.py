@@ -1,7 +1,6 @@
 """Run a model file that adapts: streams by name on one ONNX Runtime session, without torch."""
 
 import base64
-import json
 import threading
 from collections.abc import Mapping
 from os import PathLike
@@ -9,11 +8,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 
+from tribe.io import json_files
 from tribe.onnx import states
 from tribe.onnx.running import Array, Held, Runner
 from tribe.onnx.states import FORMAT, ModelFileError, State, StateHeader
+
+HEADER = {  # of a model file
+    **{"method": str, "fingerprint": str, "classes": int, "frozen": bool, "shape": [int], "moving": [str]},
+    **{"fields": {"observe": int}, "options": {"valid": bool, "uint8": bool, "frames": bool}},
+    **{"state": {...: [(str, int, float, None)]}, "shapes": {...: [int]}},
+}
 
 
 class StreamReport(NamedTuple):
@@ -66,9 +73,13 @@ class Session:
         metadata = self._runner.metadata
         if metadata.get("tribe.format") != FORMAT:
             raise ModelFileError(f"{path} is an ONNX file that tribe.onnx.export did not write")
-        self.header: dict[str, Any] = json.loads(metadata["tribe.header"])
-        compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
-        self._start = {name: np.broadcast_to(compact[name], shape) for name, shape in self.header["shapes"].items()}
+        try:
+            self.header: dict[str, Any] = json_files.parse(metadata["tribe.header"], HEADER, "its header")
+            compact = load_tensors(base64.b64decode(metadata["tribe.start"]))
+            shapes = self.header["shapes"]
+            self._start = {name: np.broadcast_to(compact[name], shape) for name, shape in shapes.items()}
+        except (KeyError, ValueError, SafetensorError) as error:
+            raise ModelFileError(f"{path} is damaged: what tribe wrote into it cannot be read ({error})") from error
         self.moving: list[str] = self.header["moving"]  # the tensors of a state that steps change
         self.predictions = [name for name in self._runner.outputs if not name.startswith("next.")]
         self._prefix = self.moving[0].removesuffix("stats.mean")

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tribe._version import __version__
+from tribe.io import json_files
 from tribe.io.files import write_atomically
 
 FORMAT = "tribe-model"
@@ -61,7 +62,8 @@ def read(path: str | PathLike[str]) -> tuple[StateHeader, State]:
     if metadata.get("digest") != content_digest(metadata, state):
         raise ModelFileError(f"{path} is damaged: it does not hold what was saved. {ADVICE}")
     try:
-        parsed = {name: json.loads(metadata[name]) for name in ("fields", "streams", "frozen")}
+        schemas = {"fields": dict, "streams": int, "frozen": bool}
+        parsed = {name: json_files.parse(metadata[name], schema, name) for name, schema in schemas.items()}
         return StateHeader(metadata["method"], fingerprint=metadata["fingerprint"], **parsed), state
     except (KeyError, ValueError) as error:
         raise ModelFileError(f"{path} is damaged: its header cannot be read ({error}). {ADVICE}") from error
