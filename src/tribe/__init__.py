@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tribe.health.history import History, Snapshot
     from tribe.health.report import StreamInfo
     from tribe.io.states import StateFileError
-    from tribe.streams import Fleet, fleet
+    from tribe.streams.fleet import Fleet, fleet
     from tribe.streams.adapter import Adapter, adapt, load
     from tribe.streams.budget import Budget, Deadline
 

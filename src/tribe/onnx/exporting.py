@@ -218,13 +218,9 @@ def _metadata(
         "options": options._asdict(),
         "frozen": source.frozen,
         "moving": moving,
-        "state": {},
+        "state": _described(source),
         "shapes": {name: list(t.shape) for name, t in first.items()},
     }
-    for name, t, bounds in bounded(source.state, source.bank.class_count):
-        ends = [] if bounds is None else [bounds.low, bounds.high]
-        ends = [end if math.isfinite(end) else None for end in ends] or [None, None]  # JSON has no infinity
-        header["state"][name] = [str(t.dtype).removeprefix("torch."), *ends]
     compact = {name: _compact(t) for name, t in first.items()}
     if sum(t.nbytes for t in compact.values()) > MOST_BYTES:
         raise ModelFileError(
@@ -233,6 +229,16 @@ def _metadata(
         )
     start = base64.b64encode(save(compact)).decode()
     return {"tribe.format": FORMAT, "tribe.header": json.dumps(header), "tribe.start": start}
+
+
+def _described(source: Source) -> dict[str, list[Any]]:
+    """Return the type and the bounds of every tensor of a state."""
+    described = {}
+    for name, t, bounds in bounded(source.state, source.bank.class_count):
+        ends: list[Any] = [None, None] if bounds is None else [bounds.low, bounds.high]
+        ends = [None if end is None or math.isinf(end) else end for end in ends]  # JSON has no infinity
+        described[name] = [str(t.dtype).removeprefix("torch."), *ends]
+    return described
 
 
 def _compact(t: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class ModelGraph(nn.Module):
         batch = screen(images, valid)
         if options.uint8:
             batch = batch._replace(x=batch.x.to(torch.float32) / 255)
-        held, new = None, {}
+        held: Tensor | None = None
+        new: dict[str, Tensor] = {}
         if options.frames:
             held, new = self.check_frames(batch, state)
         own = {name: state[full] for full, name in self.bank_names.items()}

@@ -56,13 +56,20 @@ def screen(x: Tensor, valid: Tensor | None) -> Screened:
 class OnePass(nn.Module):
     """A step of a bank: images and the state of one stream in, logits and its next state out."""
 
+    weight: Tensor  # of the source's layers with statistics, (C,)
+    bias: Tensor
+    mean: Tensor  # the source's, (1, C), the origin of moments
+    var: Tensor
+    eps: Tensor  # (C,)
+    speeds: Tensor  # (V,)
+
     def __init__(self, net: Backbone, method: Bank) -> None:
         super().__init__()
         self.network, self.method, self.norm = RecordingNetwork(net), method, method.norm
         source = net.origin.state
-        self.register_buffer("weight", _columns(net, source.affine.weight))  # (C,)
+        self.register_buffer("weight", _columns(net, source.affine.weight))
         self.register_buffer("bias", _columns(net, source.affine.bias))
-        self.register_buffer("mean", source.stats.mean[0].clone())  # (1, C), the origin
+        self.register_buffer("mean", source.stats.mean[0].clone())
         self.register_buffer("var", source.stats.var[0].clone())
         self.register_buffer("eps", net.eps.clone())
         self.register_buffer("speeds", torch.tensor(method.speeds, dtype=torch.float32))
@@ -116,11 +123,9 @@ class OnePass(nn.Module):
 
     def candidates(self, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the statistics of the source and the pooled ones of every speed, (V + 1, C)."""
-        mean, var = (torch.cat((own, state[f"pooled.{name}"][:, 0])) for own, name in self._source())
+        own = {"pooled.mean": self.mean, "pooled.var": self.var}
+        mean, var = (torch.cat((source, state[name][:, 0])) for name, source in own.items())
         return mean, var
-
-    def _source(self) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
-        return (self.mean, "mean"), (self.var, "var")
 
     def moments(self, recorded: dict[int, tuple[Tensor, ...]], mean: Tensor, var: Tensor, count: int) -> Tensor:
         """Join the moments of all layers: (images, 2 C). A layer that was not called has those it normalises with."""
@@ -174,14 +179,15 @@ class OnePass(nn.Module):
         offset, spread = mean - self.mean, var + self.eps
         total, linear, square = weight @ sums.images, weight @ sums.linear, weight @ sums.square  # (1, 1 or C)
         apart = square + total * self.eps + offset * (total * offset - 2 * linear)
-        return (0.5 * (apart / spread + total * spread.log()).mean(1)).unsqueeze(0)
+        surprise: Tensor = 0.5 * (apart / spread + total * spread.log()).mean(1)
+        return surprise.unsqueeze(0)
 
     def balance(self, state: Mapping[str, Tensor], sums: Seen) -> tuple[Tensor, Tensor]:
         """Update the statistics (V, K, C) of each class: `Balanced.follow`."""
         norm, n, labels = self.norm, sums.images, sums.labels  # (G, 1)
         past = state["stats.mean"], state["stats.var"]
         mu, sigma2 = (t.index_select(1, labels) for t in past)  # (V, G, C)
-        eta = (self.speeds * self.method.observe).clamp_max(1).view(-1, 1, 1)
+        eta = torch.clamp_max(self.speeds * self.method.observe, 1).view(-1, 1, 1)
         rate = torch.minimum(eta, 1 / n.clamp_min(1)) if norm.rate_cap else eta.expand(-1, n.shape[0], 1)
         weight = rate * n  # (V, G, 1)
         off = mu - self.mean

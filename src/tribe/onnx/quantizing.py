@@ -97,7 +97,7 @@ def _with_integers(path: str | PathLike[str], session: Session, images: Array) -
             quantize_static(
                 str(path),
                 str(made),
-                _Images(session, images),  # type: ignore[arg-type]
+                _Images(session, images),
                 quant_format=QuantFormat.QDQ,
                 op_types_to_quantize=["Conv"],
                 per_channel=True,

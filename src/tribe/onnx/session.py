@@ -176,8 +176,10 @@ class Session:
         """Return what a stream has seen."""
         entry = self._entry(stream)
         held, at = entry.held, self._prefix
-        counts = (int(held.array(f"{at}{name}")[0]) for name in ("info.images", "info.skipped", "key.clock"))
-        return StreamReport(*counts, float(held.array(f"{at}info.entropy")[0]), entry.frozen)
+        images, skipped, steps = (
+            int(held.array(at + name)[0]) for name in ("info.images", "info.skipped", "key.clock")
+        )
+        return StreamReport(images, skipped, steps, float(held.array(f"{at}info.entropy")[0]), entry.frozen)
 
     def freeze(self, stream: str = "default") -> Self:
         """Stop adapting a stream: only predict."""

@@ -23,7 +23,7 @@ def put_behind_condition(graph: Any, condition: str, outputs: Mapping[str, str])
         if used and all(user in moved for name in made for user in users.get(name, ())):
             moved.add(i)
     shown = {value.name: value for value in graph.output}
-    branch, other = [node for i, node in enumerate(graph.node) if i in moved], []
+    branch = [node for i, node in enumerate(graph.node) if i in moved]
     then_names, else_names = ([f"{name}.{kind}" for name in outputs] for kind in ("followed", "stayed"))
     renamed = dict(zip(outputs, then_names, strict=True))
     for node in branch:
@@ -115,7 +115,9 @@ def strip(model: Any) -> None:
 def translations() -> dict[Any, Any]:
     """Return operators of ONNX for those of torch that torch's exporter does not translate."""
     import torch
-    from onnxscript import opset18 as op
+    from onnxscript import opset18
+
+    op: Any = opset18
 
     def cummax(x: Any, dim: int) -> Any:
         """Return the largest number so far along the last axis; where it is, which nobody asks for, is not known."""
