@@ -11,6 +11,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,7 +25,7 @@ from tribe.experiments.workbench import build_dataset
 from tribe.onnx import Session, export, quantize
 
 OBSERVED = (1, 4, 16)  # an image in so many
-Run = Callable[[], object]
+Run = Callable[..., object]
 
 
 def plain_session(net: nn.Module, shape: tuple[int, ...], path: Path) -> Run:
@@ -34,12 +35,12 @@ def plain_session(net: nn.Module, shape: tuple[int, ...], path: Path) -> Run:
     batch = torch.export.Dim("batch", min=1, max=2**16)
     given = (torch.rand(3, *shape),)
     options = {"dynamo": True, "dynamic_shapes": ({0: batch},), "external_data": False, "verbose": False}
-    torch.onnx.export(net, given, str(path), **options)  # type: ignore[arg-type]
+    torch.onnx.export(net, given, str(path), **options)
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    return lambda x: session.run(None, {name: x})  # type: ignore[misc,return-value]
+    return lambda x: session.run(None, {name: x})
 
 
 def in_turn(runs: Mapping[str, Run], rounds: int, calls: int) -> dict[str, float]:
@@ -56,38 +57,38 @@ def in_turn(runs: Mapping[str, Run], rounds: int, calls: int) -> dict[str, float
 
 
 def costs(net: nn.Module, shape: tuple[int, ...], batches: tuple[int, ...], rounds: int) -> dict[str, Any]:
-    """Ratios to plain inference in ONNX Runtime, by batch size."""
-    found: dict[str, Any] = {}
+    """Ratios to plain inference in ONNX Runtime, by batch size; each in turn with plain inference."""
+    found: dict[str, Any] = {str(batch): {} for batch in batches}
+    eager = copy.deepcopy(net).to(memory_format=torch.channels_last)
     with tempfile.TemporaryDirectory() as folder:
-        plain: Any = plain_session(net, shape, Path(folder) / "plain.onnx")
-        sessions = {}
+        plain = plain_session(net, shape, Path(folder) / "plain.onnx")
+        contenders: dict[str, Callable[[], Run]] = {
+            "torch": lambda: partial(_infer, net),
+            "torch, channels last": lambda: lambda x: _infer(eager, x, torch.channels_last),
+        }
         for observe in OBSERVED:
             path = Path(folder) / f"{observe}.onnx"
             export(net, path, shape, observe=observe)
-            sessions[f"file, observe={observe}"] = Session(path, threads=1)
-            sessions[f"tuned, observe={observe}"] = Session(path, threads=1, tune=True)
+            contenders[f"file, observe={observe}"] = partial(Session, path, threads=1)
+            contenders[f"tuned, observe={observe}"] = partial(Session, path, threads=1, tune=True)
         small = Path(folder) / "int8.onnx"
         quantize(Path(folder) / "4.onnx", small, "int8", np.random.default_rng(0).random((32, *shape), np.float32))
-        sessions["int8, observe=4"] = Session(small, threads=1)
-        eager = copy.deepcopy(net).to(memory_format=torch.channels_last)
-        for batch in batches:
-            x = np.random.default_rng(0).random((batch, *shape), np.float32)
-            usual = torch.from_numpy(x)
-            given = usual.contiguous(memory_format=torch.channels_last)
-            runs: dict[str, Run] = {"plain": lambda x=x: plain(x)}  # type: ignore[misc]
-            runs["torch"] = lambda usual=usual: _infer(net, usual)  # type: ignore[misc]
-            runs["torch, channels last"] = lambda given=given: _infer(eager, given)  # type: ignore[misc]
-            runs |= {name: (lambda s=session, x=x: s(x)) for name, session in sessions.items()}  # type: ignore[misc]
-            # So many calls that each has observed as often as it does on average.
-            times = in_turn(runs, rounds, max(1, max(OBSERVED) // batch))
-            ratios = {name: round(value / times["plain"], 2) for name, value in times.items()}
-            found[str(batch)] = {"plain, ms": round(times["plain"], 3), **ratios}
+        contenders["int8, observe=4"] = partial(Session, small, threads=1)
+        for name, make in contenders.items():
+            run = make()
+            for batch in batches:
+                x = np.random.default_rng(0).random((batch, *shape), np.float32)
+                # So many calls that each has observed as often as it does on average.
+                calls = max(1, max(OBSERVED) // batch)
+                times = in_turn({"plain": partial(plain, x), "other": partial(run, x)}, rounds, calls)
+                found[str(batch)].setdefault("plain, ms", round(times["plain"], 3))
+                found[str(batch)][name] = round(times["other"] / times["plain"], 2)
     return found
 
 
 @torch.inference_mode()
-def _infer(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = net(x)
+def _infer(net: nn.Module, x: Any, form: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
+    result: torch.Tensor = net(torch.from_numpy(x).contiguous(memory_format=form))
     return result
 
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from tribe.health.history import History, Snapshot
     from tribe.health.report import StreamInfo
     from tribe.io.states import StateFileError
-    from tribe.streams.fleet import Fleet, fleet
     from tribe.streams.adapter import Adapter, adapt, load
     from tribe.streams.budget import Budget, Deadline
+    from tribe.streams.fleet import Fleet, fleet
 
 _HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where there is no torch
     "tribe": ("core", "filters", "health", "io", "methods", "norms", "onnx", "streams"),
