@@ -280,6 +280,7 @@ def test_the_command_refuses_in_words(tmp_path, monkeypatch):
         ("resnet20",): ("--weights",),
         ("mine.py:net",): ("--shape",),
         ("compact", "--kind", "int4"): ("int4",),
+        ("compact", "--with", "sound"): ("sound",),
         ("compact", "--kind", "int8"): ("--images",),
         ("compact", "--set", "bank.compare=4"): ("compare=4",),
         ("compact", "--state", "nothing", "--time", "auto"): ("--state",),

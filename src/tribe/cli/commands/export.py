@@ -1,7 +1,7 @@
 """``tribe export``: write an ONNX file that adapts while it predicts."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -18,7 +18,7 @@ from tribe.io.files import check_file, check_folder
 from tribe.onnx import Session, export, quantize, write_triton
 from tribe.onnx.exporting import OPSET
 
-Kind = Literal["float32", "float16", "int8"]
+EXTRAS = {"valid": "valid", "uint8": "uint8", "frames": "frames", "source": "source_logits"}  # of tribe.onnx.export
 
 
 @app.command("export")
@@ -36,10 +36,14 @@ def export_command(
         Path | None, typer.Option(help="Begin with this state, a file of Adapter.save with method bank.")
     ] = None,
     time: Annotated[str | None, typer.Option(help="A time filter: auto.")] = None,
-    valid: Annotated[bool, typer.Option("--valid", help="Add an input of marks, false for padding.")] = False,
-    uint8: Annotated[bool, typer.Option("--uint8", help="Take images of 0 to 255.")] = False,
-    frames: Annotated[bool, typer.Option("--frames", help="Do not learn from black, frozen or noisy images.")] = False,
-    source: Annotated[bool, typer.Option("--source", help="Return the source's predictions, too.")] = False,
+    extras: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            help="valid: an input of marks, false for padding. uint8: images of 0 to 255. frames: do not learn from "
+            "black, frozen or noisy images. source: the source's predictions, too. Repeatable.",
+        ),
+    ] = None,
     kind: Annotated[str, typer.Option(help="float32; float16 halves the file; int8 needs --images.")] = "float32",
     images: Annotated[
         Path | None, typer.Option(help="For int8: images (N, C, H, W), .npy or .npz, that set the ranges.")
@@ -57,6 +61,9 @@ def export_command(
             raise ValueError(f"--kind is float32, float16 or int8; got {kind}")
         if (kind == "int8") != (images is not None):
             raise ValueError("--kind int8 and --images go together: images set the ranges of activations")
+        if unknown := [word for word in extras or () if word not in EXTRAS]:
+            raise ValueError(f"--with is {', '.join(EXTRAS)}; got {unknown[0]}")
+        options: dict[str, Any] = {EXTRAS[word]: word in (extras or ()) for word in EXTRAS}
         check_file(out)
         if triton is not None:
             check_folder(triton)
@@ -65,13 +72,12 @@ def export_command(
         if state is not None and (fields or time is not None):
             raise ValueError("--state holds the fields and the time filter: leave out --set and --time")
         model: Any = net if state is None else tribe.load(state, net)
-        options: dict[str, Any] = {"valid": valid, "uint8": uint8, "frames": frames, "source_logits": source}
         export(model, out, sizes, time=time, opset=opset, **options, **fields)
         if kind == "float16":
             quantize(out, out, "float16")
         elif images is not None:
             x = read_images(images)
-            quantize(out, out, "int8", np.round(255 * x).astype(np.uint8) if uint8 else x)
+            quantize(out, out, "int8", np.round(255 * x).astype(np.uint8) if options["uint8"] else x)
         place = None if triton is None else write_triton(out, triton, out.stem)
     session, size = Session(out), out.stat().st_size
     made = {
