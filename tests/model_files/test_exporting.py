@@ -191,6 +191,9 @@ def test_smaller_files_predict_nearly_the_same(model_file, session, tmp_path):
         assert abs(error(small, x, y) - full) < 0.02, kind
         assert small.header == session("digits").header
         assert path.stat().st_size < model_file("digits").stat().st_size
+        if kind == "int8":
+            with pytest.raises(ModelFileError, match="cannot be tuned"):
+                Session(path, tune=True)
         small.save(tmp_path / "state")
         assert tribe.load(tmp_path / "state", digits_network()).info[0].images == len(x)
 
@@ -288,6 +291,18 @@ def test_the_command_refuses_in_words(tmp_path, monkeypatch):
     }.items():
         assert_refused(tribe_command("export", *arguments), *words)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_page_runs(tmp_path, monkeypatch):
+    from places import ROOT
+
+    monkeypatch.chdir(tmp_path)
+    first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs/onnx.md").read_text(), re.DOTALL)
+    scope = {"net": small_network(), "images": np.random.default_rng(0).random((4, 3, 32, 32), np.float32)}
+    exec(first + second, scope)
+    assert scope["logits"].shape == (4, 4)
+    assert tribe.load("camera.safetensors", scope["net"]).info[0].images == 4
 
 
 # -- networks as they come --------------------------------------------------------------------------------------------

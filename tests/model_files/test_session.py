@@ -318,6 +318,7 @@ def test_files_that_are_no_model_files_are_refused(model_file, tmp_path):
         Session(path)
 
 
+@pytest.mark.slow
 def test_a_network_without_convolutions_cannot_be_tuned(tmp_path):
     net = torch.nn.Sequential(
         torch.nn.Flatten(), torch.nn.Linear(12, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
