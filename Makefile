@@ -33,11 +33,11 @@ serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:80
 
 # Everything optional that a test can use and that needs no GPU. torchvision comes without its compiled part: it is
 # built for other builds of torch.
-EXTRAS := dev,docs,grpc,models,pandas,ray,ray-serve,redis,serve,serve-fast
+EXTRAS := dev,docs,grpc,models,onnx,pandas,ray,ray-serve,redis,serve,serve-fast
 PROGRAMS := redis-server haproxy wrk chromium curl openssl
 
 $(VENV)/.extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 'tritonclient[all]' transformers triton
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 'tritonclient[all]' transformers triton openvino
 	@touch $@
 
 extras: $(VENV)/.extras  ## install every package and program that tests can use (programs: with apt-get, as root)

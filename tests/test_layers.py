@@ -23,6 +23,7 @@ LAYERS = (  # from the lowest to the highest; a package imports itself and what 
     (("methods",), "how a classifier adapts"),
     (("health",), "estimate, alarms, guard, history"),
     (("streams", "diagnosis"), "named states: adapt, load, fleet, doctor"),
+    (("onnx",), "model files that adapt, and a session that needs no torch"),
     (("experiments",), "streams of data, runs, records, metrics, results, report, bench"),
     (("testing",), "the contract"),
     (("tribe",), "the public API: tribe/__init__.py"),

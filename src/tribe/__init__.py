@@ -17,36 +17,49 @@ from typing import TYPE_CHECKING, Any
 from tribe import _openmp  # noqa: F401  first: it must run before torch loads
 
 # isort: split
-from tribe import filters, health, methods, norms
 from tribe._version import __version__
-from tribe.core.augment import Augment
-from tribe.core.backbone import Backbone
-from tribe.core.calling import Normalize
-from tribe.core.state import Affine, Stats
-from tribe.health.calibration import Calibration, calibrate
-from tribe.health.guard import Guard
-from tribe.health.history import History, Snapshot
-from tribe.health.report import StreamInfo
-from tribe.io.states import StateFileError
-from tribe.streams import Fleet, fleet
-from tribe.streams.adapter import Adapter, adapt, load
-from tribe.streams.budget import Budget, Deadline
 
 if TYPE_CHECKING:
+    from tribe import filters, health, methods, norms, onnx
+    from tribe.core.augment import Augment
+    from tribe.core.backbone import Backbone
+    from tribe.core.calling import Normalize
+    from tribe.core.state import Affine, Stats
     from tribe.data import corruptions, datasets, models, scenarios
     from tribe.diagnosis import Report, doctor
     from tribe.experiments import metrics
     from tribe.experiments.record import Record
     from tribe.experiments.runner import run
     from tribe.experiments.stream import Batch, Stream
+    from tribe.health.calibration import Calibration, calibrate
+    from tribe.health.guard import Guard
+    from tribe.health.history import History, Snapshot
+    from tribe.health.report import StreamInfo
+    from tribe.io.states import StateFileError
+    from tribe.streams.adapter import Adapter, adapt, load
+    from tribe.streams.budget import Budget, Deadline
+    from tribe.streams.fleet import Fleet, fleet
 
-_HOMES = {  # what experiments need, and an adapter does not: imported when it is used
+_HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where there is no torch
+    "tribe": ("core", "filters", "health", "io", "methods", "norms", "onnx", "streams"),
+    "tribe.core.augment": ("Augment",),
+    "tribe.core.backbone": ("Backbone",),
+    "tribe.core.calling": ("Normalize",),
+    "tribe.core.state": ("Affine", "Stats"),
     "tribe.data": ("corruptions", "datasets", "models", "scenarios"),
     "tribe.diagnosis": ("Report", "doctor"),
     "tribe.experiments": ("metrics",),
     "tribe.experiments.record": ("Record",),
     "tribe.experiments.runner": ("run",),
     "tribe.experiments.stream": ("Batch", "Stream"),
+    "tribe.health.calibration": ("Calibration", "calibrate"),
+    "tribe.health.guard": ("Guard",),
+    "tribe.health.history": ("History", "Snapshot"),
+    "tribe.health.report": ("StreamInfo",),
+    "tribe.io.states": ("StateFileError",),
+    "tribe.streams": ("Fleet", "fleet"),
+    "tribe.streams.adapter": ("Adapter", "adapt", "load"),
+    "tribe.streams.budget": ("Budget", "Deadline"),
 }
 
 __all__ = [
@@ -83,6 +96,7 @@ __all__ = [
     "metrics",
     "models",
     "norms",
+    "onnx",
     "run",
     "scenarios",
 ]
@@ -95,7 +109,7 @@ if not TYPE_CHECKING:
         for home, names in _HOMES.items():
             if name in names:
                 module = importlib.import_module(home)
-                value = getattr(module, name) if hasattr(module, name) else importlib.import_module(f"{home}.{name}")
+                value = vars(module)[name] if name in vars(module) else importlib.import_module(f"{home}.{name}")
                 globals()[name] = value
                 return value
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,7 +37,8 @@ def build(cls: type[T], kind: str, fields: Mapping[str, Any]) -> T:
 class Registry(Generic[T]):
     """Components of one kind, by name.
 
-    A file in the registry's package registers its class with the decorator; nothing else needs to be edited.
+    A file in the registry's package registers its class with the decorator; nothing else needs to be edited. Where a
+    module above that package registers the components, ``home`` names it, and the first look-up imports it.
 
     >>> shapes = Registry("shape")
     >>> @shapes.register("square")
@@ -54,8 +55,8 @@ class Registry(Generic[T]):
     TypeError: shape 'square' has no field 'sid': did you mean 'side'? Known: side
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, home: str | None = None) -> None:
+        self.kind, self._home = kind, home
         self._classes: dict[str, type[T]] = {}
 
     def register(self, name: str) -> Callable[[type[T]], type[T]]:
@@ -73,10 +74,12 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """Return all known names, sorted."""
+        self._visit()
         return sorted(self._classes)
 
     def get(self, name: str) -> type[T]:
         """Return the class behind a name."""
+        self._visit()
         if name not in self._classes:
             raise ValueError(f"unknown {self.kind} {name!r}: {nearest(str(name), self._classes)}")
         return self._classes[name]
@@ -84,6 +87,12 @@ class Registry(Generic[T]):
     def create(self, name: str, **fields: Any) -> T:
         """Build a component from its name and its fields."""
         return build(self.get(name), self.kind, fields)
+
+    def _visit(self) -> None:
+        """Import the home, once."""
+        if self._home is not None:
+            importlib.import_module(self._home)
+            self._home = None
 
     def load(self, package: str, path: Iterable[str]) -> None:
         """Import every module of a package, so that each can register what it holds."""

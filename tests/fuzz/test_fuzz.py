@@ -28,6 +28,8 @@ from tribe.experiments.bench.costs import read_costs
 from tribe.experiments.record import Record
 from tribe.io import json_files, states
 from tribe.knowledge import SHIPPED, Knowledge
+from tribe.onnx.states import ModelFileError
+from tribe.onnx.states import read as read_in_numpy
 from tribe.testing import images, small_network
 
 MEGABYTES = 700  # beside what the imports take
@@ -51,6 +53,12 @@ def write_weights(path):
 
 def write_state(path):
     adapter = tribe.adapt(small_network())
+    adapter(images(1, 6)[0])
+    adapter.save(path)
+
+
+def write_bank(path):
+    adapter = tribe.adapt(small_network(), "bank", compare=0)
     adapter(images(1, 6)[0])
     adapter.save(path)
 
@@ -109,6 +117,7 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
         ValueError,
     ),
     "state.safetensors": (write_state, states.read, states.StateFileError),
+    "state-in-numpy.safetensors": (write_bank, read_in_numpy, ModelFileError),
     "record.npz": (write_record, Record.load, ValueError),
 }
 

@@ -145,7 +145,7 @@ class Markov(TimeFilter):
         z = bounded(z, counted)
         if self.training_shares is not None:
             z = z - _logs(tuple(self.training_shares), z.dtype, z.device)
-        every = counted.all(0).tolist() if counted.device.type == "cpu" else [False] * counted.shape[1]
+        every = counted.all(0).tolist() if _can_read(counted) else [False] * counted.shape[1]
         images = FilterInput(self._likelihood(z), counted, every)
         scanned, new = self._scan(state, images)
         if self.within == "batch":
@@ -211,7 +211,7 @@ class Markov(TimeFilter):
         """
         belief, marginal, rate = state.belief, state.marginal, state.rate.unsqueeze(-1)  # (S, M, K or 1)
         classes, even = belief.shape[-1], torch.full_like(belief, 1 / belief.shape[-1])
-        some = silent.any(2).any(0).tolist() if silent.device.type == "cpu" else [True] * silent.shape[1]
+        some = silent.any(2).any(0).tolist() if _can_read(silent) else [True] * silent.shape[1]
         rate_step, marginal_step = self._steps(state.images, images.counted, rate.dtype)
         keep, spread, move = 1 - marginal_step, marginal_step * (UNSEEN / classes), marginal_step * (1 - UNSEEN)
         rows = zip(
@@ -228,7 +228,7 @@ class Markov(TimeFilter):
             locals_.append(local)
             marginal = (marginal * kept).add_(evenly).addcmul_(drawn, drawn_share / local)
             # The likelihood sums to 1, so rho / K is the joint probability that the class is drawn anew.
-            rate = torch.lerp(rate, rate / (total * classes), step).clamp_(self.least_rate, 1)
+            rate = torch.lerp(rate, rate / (total * classes), step).clamp_(self.least_rate, 1.0)
             updated = joint.div_(total)
             belief = updated if images.every[b] else torch.where(images.mask(b).unsqueeze(-1), updated, belief)
             if some[b]:
@@ -305,6 +305,11 @@ def least_confidence(classes: int) -> float:
     [0.0, 0.1, 0.235, 0.248]
     """
     return LEAST_CONFIDENCE - FEWER / classes
+
+
+def _can_read(t: Tensor) -> bool:
+    """Return whether values can be read at no cost: not on a GPU, and not while the operations are recorded."""
+    return t.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 @functools.cache

@@ -99,7 +99,7 @@ def measure(x: Tensor, rules: FrameRules) -> Moments:
     picture = x.dim() == 5 and min(x.shape[3:]) >= LEAST
     grey = (x.mean(2, dtype=torch.float32) if picture else x.float().flatten(2).unsqueeze(2)).flatten(0, 1)  # (n, H, W)
     std, mean = torch.std_mean(grey, (1, 2), correction=0)
-    dark, bright = (mask.mean((1, 2), dtype=torch.float32) for mask in (grey < rules.dark, grey > 1 - rules.dark))
+    dark, bright = (mask.float().mean((1, 2)) for mask in (grey < rules.dark, grey > 1 - rules.dark))
     if picture:
         sharpness, detail, structure, blocks = _texture(grey, std)
         pixels = F.interpolate(grey.unsqueeze(1), (GRID, GRID), mode="nearest-exact")  # those in the middles of blocks

@@ -26,7 +26,7 @@ from tribe.methods.method import Deployed, Method
 from tribe.methods.rare import Rare
 from tribe.registry import Registry
 
-guards: Registry[Any] = Registry("guard")  # `tribe.health.guard` registers "guard" and "watch"
+guards: Registry[Any] = Registry("guard", home="tribe.health.guard")  # it registers "guard" and "watch"
 
 
 class EmptyState(NamedTuple):

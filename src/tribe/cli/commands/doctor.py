@@ -2,27 +2,23 @@
 
 import contextlib
 import math
-import zipfile
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 import typer
 from rich.console import Console
 from rich.text import Text
-from torch import Tensor
 
 import tribe
+from tribe.cli.arrays import SAMPLE, read_images
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
 from tribe.cli.options import AsJson, DataRoot, Weights, parse_shape
 from tribe.cli.output import fail, messages, print_json
-from tribe.data.datasets.files import open_npy, read_npz
 from tribe.experiments.workbench import build_dataset, restrict
 from tribe.fields import printable
 
-SAMPLE = 128  # images, spread evenly over the file: enough for means, and files are often sorted by class
 RANDOM = 16  # images of --shape
 LARGEST = 2**26  # values in a random image: 4 GiB for all of them
 
@@ -62,7 +58,7 @@ def doctor(
             chosen = torch.linspace(0, len(y) - 1, min(len(y), SAMPLE)).long()
             x, labels = known.images(known.domains[0], chosen), y[chosen]
         elif images is not None:
-            x = _read(images)
+            x = torch.from_numpy(read_images(images))
         elif shape is not None:
             sizes = parse_shape(shape)
             if math.prod(sizes) > LARGEST:
@@ -83,31 +79,6 @@ def doctor(
     else:
         Console().print(_coloured(report), soft_wrap=True)
     raise typer.Exit(0 if report.adaptable and not report.problems else 1)
-
-
-def _read(path: Path) -> Tensor:
-    """Read images (N, C, H, W), float, from an array file."""
-    if not path.is_file():
-        fail(f"no images at {path}")
-    try:
-        if zipfile.is_zipfile(path):
-            arrays = read_npz(path)
-            if len(arrays) != 1:
-                raise ValueError(f"it holds {len(arrays)} arrays ({', '.join(list(arrays)[:8])}); expected one")
-            array = next(iter(arrays.values()))
-        else:
-            array = open_npy(path)
-    except (ValueError, OSError) as error:
-        fail(f"{path} is not an array file that can be read without pickle: {type(error).__name__}: {error}")
-    if array.ndim != 4 or 0 in array.shape:
-        fail(f"{path} holds an array of shape {array.shape}; expected images (N, C, H, W)")
-    if array.shape[3] in (1, 3) and array.shape[1] not in (1, 3):
-        fail(f"{path} holds {array.shape}, probably (N, H, W, C); expected (N, C, H, W): array.transpose(0, 3, 1, 2)")
-    if array.dtype != np.uint8 and not np.issubdtype(array.dtype, np.floating):
-        fail(f"{path} holds {array.dtype}; expected uint8 or floating point")
-    chosen = np.linspace(0, len(array) - 1, min(len(array), SAMPLE)).astype(int)
-    images = torch.from_numpy(array[chosen].astype(np.float32))
-    return images / 255 if array.dtype == np.uint8 else images
 
 
 def _coloured(report: tribe.Report) -> Text:
