@@ -46,9 +46,8 @@ NPM := build/npm/.$(ORT_WEB)
 
 $(NPM):
 	@rm -rf build/npm && mkdir -p build/npm
-	@if command -v npm > /dev/null; then \
-	npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/npm $(ORT_WEB) && touch $@; \
-	else echo "npm is missing: the site is built without the page \"Try it\""; fi
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/npm $(ORT_WEB) && touch $@ \
+	|| echo "npm did not install $(ORT_WEB): the site comes without the page \"Try it\""
 
 extras: $(VENV)/.extras  ## install every package and program that tests can use (programs: with apt-get, as root)
 	@missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \

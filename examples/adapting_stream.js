@@ -2,7 +2,6 @@
 //
 //   npm install onnxruntime-web
 //   node adapting_stream.js net.onnx images.bin 8      # prints the class of each image; learns from 8 at a time
-//
 // images.bin: images one after the other, as the file takes them: float32, or bytes after export(uint8=True).
 // In a page, load ONNX Runtime's script, then this one, and call `AdaptingStream.open(ort, bytes)`.
 "use strict";
@@ -17,31 +16,31 @@ class AdaptingStream {
     stream.start = readTensors(fromBase64(notes["tribe.start"]), stream.header);
     stream.session = await ort.InferenceSession.create(bytes, { executionProviders: ["wasm"] });
     stream.frozen = stream.header.frozen;
-    stream.queue = Promise.resolve();
     return stream.reset();
   }
 
   /** Return to the state that the file was exported with. */
   reset() {
-    const tensors = this.start.map(({ name, type, data, shape }) => [name, new this.ort.Tensor(type, data, shape)]);
-    this.state = Object.fromEntries(tensors);
+    const { Tensor } = this.ort;
+    this.state = Object.fromEntries(this.start.map((t) => [t.name, new Tensor(t.type, t.data, t.shape)]));
     return this;
   }
 
   /** Predict images, then adapt, unless frozen: {logits, ...}. Each run waits for the state of the one before. */
   run(images) {
-    return (this.queue = this.queue.catch(() => {}).then(() => this.step(images)));
+    return (this.queue = Promise.resolve(this.queue).catch(() => {}).then(() => this.step(images)));
   }
 
   async step(images) {
     const before = this.state, { shape, options } = this.header;
     const count = images.length / shape.reduce((a, b) => a * b);
+    if (!(count >= 1 && count % 1 === 0)) throw new Error(`expected whole images of ${shape.join(" x ")}`);
     const given = new this.ort.Tensor(options.uint8 ? "uint8" : "float32", images, [count, ...shape]);
     const out = await this.session.run({ images: given, ...before });
     // The next state comes out beside the logits. Frozen, only a time filter moves on; what overflowed is not kept.
     const sound = (name) => !name.includes("pooled.") || out[`next.${name}`].data.every(Number.isFinite);
-    const learn = !this.frozen && Object.keys(before).every(sound);
-    const moves = (name) => learn || (this.frozen && name.startsWith("filter."));
+    const learn = Object.keys(before).every(sound);
+    const moves = (name) => (this.frozen ? name.startsWith("filter.") : learn);
     const next = Object.keys(before).map((name) => [name, moves(name) ? out[`next.${name}`] : before[name]]);
     if (this.state === before) this.state = Object.fromEntries(next); // else it was reset meanwhile
     return out;
@@ -49,8 +48,8 @@ class AdaptingStream {
 
   /** Return the class of each image: where a row of logits (N, K) is largest. */
   static classes({ data, dims: [count, classes] }) {
-    const row = (i) => data.slice(i * classes, (i + 1) * classes);
-    return Array.from({ length: count }, (_, i) => row(i).indexOf(Math.max(...row(i))));
+    const rows = Array.from({ length: count }, (_, i) => data.slice(i * classes, (i + 1) * classes));
+    return rows.map((row) => row.indexOf(Math.max(...row)));
   }
 }
 
@@ -79,7 +78,7 @@ function readTensors(bytes, { moving, shapes }) {
   return moving.map((name) => {
     const { dtype, shape: small, data_offsets: ends } = entries[name], shape = shapes[name];
     const [type, Numbers] = types[dtype], values = new Numbers(bytes.slice(...ends.map((end) => begin + end)).buffer);
-    const spread = (axis, at) => // all entries from an axis on, of which `at` is the place in the file so far
+    const spread = (axis, at) => // all entries from an axis on; `at` is their place in the file
       axis === shape.length ? [values[at]] : Array.from({ length: shape[axis] },
         (_, i) => spread(axis + 1, at * small[axis] + (small[axis] > 1 ? i : 0))).flat();
     return { name, type, data: Numbers.from(spread(0, 0)), shape };

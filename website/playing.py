@@ -7,7 +7,10 @@ import json
 import tempfile
 from pathlib import Path
 
-import numpy as np
+import torch
+
+import tribe.onnx
+from tribe import datasets, models
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNTIME = ROOT / "build/npm/node_modules/onnxruntime-web"  # `make site` puts it there
@@ -25,7 +28,7 @@ def missing() -> str:
     """What the page needs and this machine lacks; nothing: an empty text."""
     if not (RUNTIME / "dist").is_dir():
         return "onnxruntime-web"
-    packages = ("onnx", "onnxscript", "onnxruntime")
+    packages = ("onnx", "onnxscript")
     return ", ".join(name for name in packages if importlib.util.find_spec(name) is None)
 
 
@@ -59,9 +62,6 @@ def files() -> dict[str, str | bytes]:
 
 def model() -> bytes:
     """The embedded network with the method `bank`, and its source beside, as a model file."""
-    import tribe.onnx
-    from tribe import models
-
     net = models.load("compact", models.find("compact", "mnist"))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "digits.onnx"
@@ -71,12 +71,8 @@ def model() -> bytes:
 
 def digits() -> bytes:
     """Labels, then images, of digits that the network was not trained on."""
-    from tribe import datasets
-
     mnist = datasets.create("mnist")
-    labels = mnist.labels("clean")[::EVERY].numpy().astype(np.uint8)
-    chosen = np.arange(len(mnist.labels("clean")))[::EVERY]
-    import torch
-
-    images = (255 * mnist.images("clean", torch.from_numpy(chosen))).round().byte().numpy()
-    return labels.tobytes() + images.tobytes()
+    labels = mnist.labels("clean")
+    chosen = torch.arange(0, len(labels), EVERY)
+    images = (255 * mnist.images("clean", chosen)).round().byte()
+    return labels[chosen].byte().numpy().tobytes() + images.numpy().tobytes()

@@ -1,7 +1,7 @@
 // Corruptions of grey digits of 28 x 28, after the published definitions of MNIST-C and ImageNet-C.
 //
-// An image is a Float32Array of 784 numbers in [0, 1]. `apply` depends on nothing but its arguments: the same digit, the
-// same corruptions and the same seed give the same picture, in every run and every browser.
+// An image is a Float32Array of 784 numbers in [0, 1]. `apply` depends on nothing but its arguments: the same digit,
+// corruptions and seed give the same picture in every run.
 "use strict";
 
 const Corruptions = (() => {
@@ -66,8 +66,9 @@ const Corruptions = (() => {
       }
       for (let row = 0; row < 32; row += half) {
         for (let column = (row + half) % step; column < 32; column += step) { // the centres of their sides
-          const around = at(row - half, column) + at(row + half, column) + at(row, column - half) + at(row, column + half);
-          map[row * 32 + column] = around / 4 + wobble();
+          const sides = at(row - half, column) + at(row + half, column)
+            + at(row, column - half) + at(row, column + half);
+          map[row * 32 + column] = sides / 4 + wobble();
         }
       }
     }
@@ -86,17 +87,19 @@ const Corruptions = (() => {
     return taps;
   }
 
-  // Name, words for people, a parameter for each of five severities, and the change. A network that has only seen digits
-  // on black fails at the lightest published fog, so the fog here begins below it.
+  // Name, words for people, a parameter for each of five severities, and the change. A network that has only seen
+  // digits on black fails in the lightest published fog, so the fog here begins below it.
   const kinds = {
     fog: ["Fog", [[0.05, 3], [0.1, 3], [0.2, 3], [0.35, 3], [0.5, 3]], (x, [amount, decay], draw) => {
       const fog = cloud(decay, draw), most = x.reduce((a, b) => Math.max(a, b));
       return each(x, (value, column, row) => (value + amount * fog(column, row)) * most / (most + amount));
     }],
-    noise: ["Noise", [0.08, 0.12, 0.18, 0.26, 0.38], (x, deviation, draw) => x.map((v) => v + deviation * draw.normal())],
+    noise: ["Noise", [0.08, 0.12, 0.18, 0.26, 0.38], (x, deviation, draw) =>
+      x.map((value) => value + deviation * draw.normal())],
     dots: ["Black and white dots", [0.03, 0.06, 0.09, 0.17, 0.27], (x, share, draw) =>
       x.map((value) => (draw() < share ? Math.round(draw()) : value))],
-    night: ["Few photons", [25, 12, 5, 3, 1.5], (x, photons, draw) => x.map((v) => draw.poisson(v * photons) / photons)],
+    night: ["Few photons", [25, 12, 5, 3, 1.5], (x, photons, draw) =>
+      x.map((value) => draw.poisson(value * photons) / photons)],
     light: ["Bright light", [0.05, 0.1, 0.15, 0.2, 0.3], (x, amount) => x.map((value) => value + amount)],
     contrast: ["Low contrast", [0.75, 0.5, 0.4, 0.3, 0.15], (x, share) => {
       const middle = mean(x);
@@ -123,7 +126,8 @@ const Corruptions = (() => {
       const angle = draw() < 0.5 ? most : -most, c = Math.cos(angle), s = Math.sin(angle);
       return warp(x, (column, row) => [c * column - s * row, s * column + c * row]);
     }],
-    small: ["Far away", [1.2, 1.3, 1.45, 1.6, 1.8], (x, factor) => warp(x, (column, row) => [column * factor, row * factor])],
+    small: ["Far away", [1.2, 1.3, 1.45, 1.6, 1.8], (x, factor) =>
+      warp(x, (column, row) => [column * factor, row * factor])],
   };
 
   /** Corrupt a digit (784 bytes) with the named corruptions, one after the other, at a severity of 1 to 5. */

@@ -14,7 +14,8 @@
   const SPEEDS = ["training", "slow", "medium", "fast"];
   const { SIZE, PIXELS, randomness } = Corruptions;
   const root = document.getElementById("play"), find = (id) => document.getElementById(id);
-  const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 1 : 0)} %`;
+  const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
+  const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
   const play = { running: false, seen: [], chosen: [], changes: [] }; // seen: {label, source, adapted} of each digit
   let stream, digits, order, busy = false;
 
@@ -103,7 +104,7 @@
       render();
       const pace = Number(find("pace").value);
       due = Math.max(due + (pace ? (1000 * BATCH) / pace : 0), performance.now());
-      await new Promise((resolve) => setTimeout(resolve, due - performance.now())); // the page stays alive
+      await wait(due - performance.now()); // if only for a moment: the page stays alive
     }
     busy = false;
   }
@@ -119,7 +120,7 @@
   async function reset() {
     const on = play.running;
     run(false);
-    while (busy) await new Promise((resolve) => setTimeout(resolve, 5)); // the batch on its way belongs to the old stream
+    while (busy) await wait(5); // the batch on its way belongs to the old stream
     stream.reset();
     order = places(find("order").value === "bursts");
     Object.assign(play, { seen: [], changes: [] });
@@ -136,8 +137,10 @@
     return part.length ? part.filter((one) => one[who] !== one.label).length / part.length : null;
   };
   const say = (words) => { find("status").textContent = words; };
-  const summary = () => `After ${play.seen.length} digits: wrong of the last ${WINDOW}, as trained `
-    + `${percent(errors("source", play.seen.length - WINDOW))}, adapting ${percent(errors("adapted", play.seen.length - WINDOW))}.`;
+  const summary = () => {
+    const [source, adapted] = ["source", "adapted"].map((who) => percent(errors(who, play.seen.length - WINDOW)));
+    return `After ${play.seen.length} digits: wrong of the last ${WINDOW}, as trained ${source}, adapting ${adapted}.`;
+  };
 
   function addToStrip({ label, source, adapted }, pixels) {
     const item = document.createElement("li"), canvas = document.createElement("canvas");
@@ -163,7 +166,8 @@
     const chart = find("chart"), width = Math.max(280, chart.clientWidth), height = 220, count = play.seen.length;
     const [left, right, top, bottom] = [44, 14, 16, 28];
     const first = Math.max(0, count - SHOWN), span = Math.max(500, count - first);
-    const x = (n) => left + ((n - first) / span) * (width - left - right), y = (e) => top + (1 - e) * (height - top - bottom);
+    const x = (n) => left + ((n - first) / span) * (width - left - right);
+    const y = (error) => top + (1 - error) * (height - top - bottom);
     const wrong = { source: [0], adapted: [0] }; // running sums, so that a window is a difference
     for (const one of play.seen) for (const who in wrong) wrong[who].push(wrong[who].at(-1) + (one[who] !== one.label));
     const every = Math.max(BATCH, Math.ceil(span / 400));
@@ -175,7 +179,8 @@
       }
       return `<polyline class="${who}" points="${points.join(" ")}"/>`;
     };
-    const rules = [0, 0.25, 0.5, 0.75, 1].map((e) => `<line x1="${left}" x2="${width - right}" y1="${y(e)}" y2="${y(e)}"/>`
+    const rules = [0, 0.25, 0.5, 0.75, 1].map((e) =>
+      `<line x1="${left}" x2="${width - right}" y1="${y(e)}" y2="${y(e)}"/>`
       + `<text x="${left - 6}" y="${y(e) + 4}" text-anchor="end">${100 * e} %</text>`);
     const unit = span > 1000 ? 500 : span > 500 ? 200 : 100;
     for (let n = Math.ceil(first / unit) * unit; n <= first + span; n += unit) {
@@ -214,10 +219,11 @@
       const wide = canvas.clientWidth / count;
       for (let i = 0; i < count; i++, channel++) {
         let shift = 0; // in standard deviations of the channel, of the mixture against training
-        for (let v = 1; v < shares.length; v++) shift += shares[v] * (now[(v - 1) * channels + channel] - mean[channel]);
-        shift /= deviation[channel];
+        for (let v = 1; v < shares.length; v++) {
+          shift += shares[v] * (now[(v - 1) * channels + channel] - mean[channel]) / deviation[channel];
+        }
         total += Math.abs(shift);
-        pen.fillStyle = `rgba(${shift > 0 ? "234, 88, 12" : "37, 99, 235"}, ${Math.min(1, 0.08 + Math.abs(shift))})`;
+        pen.fillStyle = `rgba(${shift > 0 ? "234, 88, 12" : "37, 99, 235"}, ${Math.min(1, 0.1 + 1.5 * Math.abs(shift))})`;
         pen.fillRect(i * wide + 0.5, layer * row + 0.5, wide - 1, row - 1);
       }
     });
@@ -227,7 +233,7 @@
     find("trust").setAttribute("aria-label", words.join(", "));
     shares.forEach((share, i) => {
       const part = find("trust").children[i];
-      part.querySelector("i").style.width = percent(share);
+      part.querySelector("i").style.width = `${100 * share}%`;
       part.querySelector("b").textContent = `${Math.round(100 * share)} %`;
     });
   }
@@ -245,7 +251,7 @@
     for (const who of ["source", "adapted"]) {
       const now = errors(who, count - WINDOW), all = errors(who, 0);
       find(`${who}-now`).textContent = now === null ? "–" : percent(now);
-      find(`${who}-all`).textContent = all === null ? "–" : percent(all);
+      find(`${who}-all`).textContent = all === null ? "–" : percent(all, 1);
       find(`${who}-bar`).style.width = `${100 * (now ?? 0)}%`;
     }
     for (const place of root.querySelectorAll("[data-seen]")) place.textContent = count.toLocaleString("en");
@@ -258,15 +264,16 @@
   // -- controls -------------------------------------------------------------------------------------------------------
 
   function changed() {
-    play.chosen = [...find("kinds").querySelectorAll("[aria-pressed=true]")].map((chip) => chip.dataset.kind).filter(Boolean);
+    const pressed = [...find("kinds").querySelectorAll("[aria-pressed=true]")];
+    play.chosen = pressed.map((chip) => chip.dataset.kind).filter(Boolean);
     find("kinds").firstChild.setAttribute("aria-pressed", play.chosen.length === 0);
     find("mix").disabled = play.chosen.length < 2;
     find("severity-shown").textContent = `${find("severity").value} of 5`;
     find("severity").setAttribute("aria-valuetext", find("severity-shown").textContent);
     const joint = { together: " + ", turns: " → ", random: " | " }[find("mix").value];
-    const words = play.chosen.map((name) => Corruptions.labels[name]).join(joint) || "Nothing";
-    const at = play.seen.length;
-    play.changes = [...play.changes.filter((change) => change.at !== at), { at, words: `${words} ${play.chosen.length ? find("severity").value : ""}` }];
+    const names = play.chosen.map((name) => Corruptions.labels[name]).join(joint);
+    const words = names ? `${names}, ${find("severity").value}` : "Nothing", at = play.seen.length;
+    play.changes = [...play.changes.filter((change) => change.at !== at), { at, words }];
     render();
   }
 
