@@ -19,8 +19,8 @@ STREAM = ROOT / "examples/adapting_stream.js"
 SCRIPTS = ("ort.wasm.min.js", "files.js", "adapting_stream.js", "corruptions.js", "page.js")  # in this order
 EVERY = 5  # one digit in so many of the test set is on the page: 2,000
 MISSING = (
-    '!!! note "Not in this copy of the site"\n\n    This copy was built without {}. `make site` installs what is missing '
-    "and builds the page; it needs npm.\n"
+    '!!! note "Not in this copy of the site"\n\n    This copy was built without {}. `make site` installs what is '
+    "missing and builds the page; it needs npm.\n"
 )
 
 
