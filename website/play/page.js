@@ -114,7 +114,12 @@
     root.dataset.state = on ? "running" : "paused";
     find("run").textContent = on ? "Pause" : play.seen.length ? "Go on" : "Start";
     if (!on && play.seen.length) say(summary());
-    if (on) loop();
+    if (on) loop().catch(fail);
+  }
+
+  function fail(error) {
+    root.dataset.state = "failed";
+    say(`This browser cannot run the network: ${error.message}`);
   }
 
   async function reset() {
@@ -223,7 +228,8 @@
           shift += shares[v] * (now[(v - 1) * channels + channel] - mean[channel]) / deviation[channel];
         }
         total += Math.abs(shift);
-        pen.fillStyle = `rgba(${shift > 0 ? "234, 88, 12" : "37, 99, 235"}, ${Math.min(1, 0.1 + 1.5 * Math.abs(shift))})`;
+        const colour = shift > 0 ? "234, 88, 12" : "37, 99, 235";
+        pen.fillStyle = `rgba(${colour}, ${Math.min(1, 0.1 + 1.5 * Math.abs(shift))})`;
         pen.fillRect(i * wide + 0.5, layer * row + 0.5, wide - 1, row - 1);
       }
     });
@@ -323,8 +329,5 @@
     changed();
     run(!matchMedia("(prefers-reduced-motion: reduce)").matches);
     say("Ready. Choose what disturbs the camera.");
-  }).catch((error) => {
-    root.dataset.state = "failed";
-    say(`This browser cannot run the network: ${error.message}`);
-  });
+  }).catch(fail);
 })();
