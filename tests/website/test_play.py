@@ -177,6 +177,16 @@ def test_the_page_fits_and_can_be_read(visit, width, scheme):
     assert [entry for entry in contrasts if entry[0] < 4.5] == []
 
 
+def test_a_browser_that_cannot_run_it_is_told_so(browser, site):
+    page = browser.new_page()
+    page.add_init_script("delete globalThis.DecompressionStream")
+    page.goto((site / "play.html").as_uri())
+    page.wait_for_selector("#play[data-state=failed]")
+    assert "DecompressionStream" in page.inner_text("#status")
+    assert not page.is_visible("#run")
+    page.close()
+
+
 def test_it_is_small_and_a_server_can_serve_it(visit, site):
     class Handler(http.server.SimpleHTTPRequestHandler):
         served = 0
