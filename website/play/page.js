@@ -16,8 +16,9 @@
   const root = document.getElementById("play"), find = (id) => document.getElementById(id);
   const wait = (milliseconds) => new Promise((resolve) => setTimeout(resolve, milliseconds));
   const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
-  const play = { running: false, seen: [], chosen: [], changes: [] }; // seen: {label, source, adapted} of each digit
-  let stream, digits, order, busy = false;
+  // `seen` holds {label, source, adapted} of each digit; `busy` while a batch is on its way.
+  const play = { running: false, busy: false, seen: [], chosen: [], changes: [] };
+  let stream, digits, order;
 
   // -- files ----------------------------------------------------------------------------------------------------------
 
@@ -97,8 +98,8 @@
   }
 
   async function loop() {
-    if (busy) return;
-    busy = true;
+    if (play.busy) return;
+    play.busy = true;
     for (let due = performance.now(); play.running; ) {
       await step();
       render();
@@ -106,7 +107,7 @@
       due = Math.max(due + (pace ? (1000 * BATCH) / pace : 0), performance.now());
       await wait(due - performance.now()); // if only for a moment: the page stays alive
     }
-    busy = false;
+    play.busy = false;
   }
 
   function run(on) {
@@ -125,7 +126,7 @@
   async function reset() {
     const on = play.running;
     run(false);
-    while (busy) await wait(5); // the batch on its way belongs to the old stream
+    while (play.busy) await wait(5); // the batch on its way belongs to the old stream
     stream.reset();
     order = places(find("order").value === "bursts");
     Object.assign(play, { seen: [], changes: [] });
