@@ -34,15 +34,25 @@ serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:80
 # Everything optional that a test can use and that needs no GPU. torchvision comes without its compiled part: it is
 # built for other builds of torch.
 EXTRAS := dev,docs,grpc,models,onnx,pandas,ray,ray-serve,redis,serve,serve-fast
-PROGRAMS := redis-server haproxy wrk chromium curl openssl
+PROGRAMS := redis-server haproxy wrk chromium curl openssl nodejs npm
 
 $(VENV)/.extras: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 'tritonclient[all]' transformers triton openvino
 	@touch $@
 
+# ONNX Runtime for browsers, for the page "Try it" and an example. The site without it says that it is missing.
+ORT_WEB := onnxruntime-web@1.30.0
+NPM := build/npm/.$(ORT_WEB)
+
+$(NPM):
+	@rm -rf build/npm && mkdir -p build/npm
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix build/npm $(ORT_WEB) && touch $@ \
+	|| echo "npm did not install $(ORT_WEB): the site comes without the page \"Try it\""
+
 extras: $(VENV)/.extras  ## install every package and program that tests can use (programs: with apt-get, as root)
 	@missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $$missing > /dev/null; fi
+	@$(MAKE) --no-print-directory $(NPM)
 
 test-serve: extras  ## run all tests of the server, the slow ones too
 	$(BIN)/python -m pytest tests/serve tests/hostile
@@ -80,7 +90,7 @@ $(VENV)/.docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
-site: $(VENV)/.docs  ## build the site into build/site; every link is checked. To look at it: open build/site/index.html
+site: $(VENV)/.docs $(NPM)  ## build the site into build/site; every link is checked. To look at it: open build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 dist: $(INSTALLED)  ## build the wheel and the source archive into dist/

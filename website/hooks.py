@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from website import galleries
+from website import galleries, playing
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ("CONTRIBUTING", "SECURITY", "CHANGELOG")  # pages in the root of the repository
@@ -22,6 +22,7 @@ REFERENCE = {  # pages of the API: packages and modules, with all public names b
     "serve": ("tribe.serve",),
     "testing": ("tribe.testing",),
 }
+PLAY = "<!-- play -->"
 GALLERY = re.compile(r"<!-- gallery: (\w+) -->")
 LINK = re.compile(r"\[([^\]\[]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 NESTED = re.compile(r"^ {2,3}(?=[-*] )", re.MULTILINE)
@@ -44,13 +45,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["decisions/index.md"] = f"# Decisions\n\nDecisions, and the reasons for them.\n\n{entries}"
     for name, modules in REFERENCE.items():
         made[f"reference/{name}.md"] = f"# {name}\n\n" + "\n\n".join(map(_reference, modules)) + "\n"
-    for place, content in (made | galleries.pictures()).items():
+    for place, content in (made | galleries.pictures() | playing.files()).items():
         files.append(File.generated(config, place, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
-    """Put galleries in their place, and make links work on the site.
+    """Put galleries and the page "Try it" in their place, and make links work on the site.
 
     A link to a file of the repository that is not on the site becomes its text. Lists inside lists get the indent that
     Python's Markdown expects.
@@ -72,7 +73,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     parts[::2] = [NESTED.sub("    ", LINK.sub(link, part)) for part in parts[::2]]
-    return GALLERY.sub(lambda match: galleries.markdown(match[1]), "".join(parts))
+    whole = GALLERY.sub(lambda match: galleries.markdown(match[1]), "".join(parts))
+    return whole.replace(PLAY, playing.markdown()) if PLAY in whole else whole
 
 
 def _reference(module: str) -> str:

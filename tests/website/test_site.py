@@ -1,9 +1,6 @@
 """The site as people meet it: built as `make site` does, every link followed, in a real browser."""
 
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from urllib.parse import unquote, urldefrag, urlparse
 
@@ -14,24 +11,10 @@ pytest.importorskip("material", reason="needs the extra docs: pip install '.[doc
 pytest.importorskip("mkdocstrings", reason="needs the extra docs: pip install '.[docs]'")
 
 from browsers import needs_chromium, started_chromium
-from places import ROOT
 from tribe import corruptions, methods, scenarios
 
 pytestmark = pytest.mark.slow  # builds a hundred pages
 WIDTHS = (390, 1280)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The folder of a site that was built without a warning."""
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
-    path = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 class Page(HTMLParser):
