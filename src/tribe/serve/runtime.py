@@ -18,7 +18,7 @@ from tribe.serve.store import Claim, StreamStore
 from tribe.streams import Fleet
 
 T = TypeVar("T")
-Role = Literal["owned", "followed", "unreachable"]
+Role = Literal["owned", "followed", "unreachable", "unfit"]
 Mark = tuple[int, int, float | None]  # generation, clock and time of a stored state, which identify it
 Thread = Literal["step", "predict", "claims", "lookups", "states", "writer"]
 log = logging.getLogger("tribe.serve")
@@ -57,6 +57,7 @@ class StreamSession:
     snapshots: list[Any] = field(default_factory=list)  # for rollback; see `controls.SessionSnapshot`
     images: int = 0  # images that came since it was opened
     opener: Hashable = None  # the user who opened it here first
+    unfit: tuple[int, float | None] | None = None  # clock and time of its stored state, if that cannot be used
     unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
 

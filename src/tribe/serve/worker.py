@@ -32,7 +32,7 @@ from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
 
 Outcome = InferResult | Exception
-STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")
+STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "lease", "lag")
 log = logging.getLogger("tribe.serve")
 
 
@@ -75,6 +75,7 @@ class Worker:
         if self.store is not None:
             chores += [(self.write_round, self.policy.write_every), (self.sessions.renew, self.policy.renew)]
         self._chores = [asyncio.get_running_loop().create_task(self._repeat(*chore)) for chore in chores]
+        self.runtime.start(self.sessions.check_stored())
 
     async def _repeat(self, chore: Callable[[], Any], every: float) -> None:
         loop = asyncio.get_running_loop()
