@@ -82,6 +82,7 @@ class Limits:
     thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
     bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
     open: bool = False  # whether a server without tokens may listen beyond this machine
+    any_range: bool = False  # whether floating point images that look like 0 to 255 are predicted and learned
     parser: str = "auto"  # of HTTP: h11, or zttp, which is faster and young; auto: zttp on this machine alone
 
     def __post_init__(self) -> None:
