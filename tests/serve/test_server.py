@@ -1,6 +1,8 @@
 """`tribe.serve.Server` and ``tribe serve``: the real worker, fleet and store behind real connections."""
 
 import json
+import os
+import re
 import signal
 from functools import partial
 
@@ -14,7 +16,7 @@ import tribe
 import tribe.serve
 from commands import message, tribe_command
 from networks import at_once
-from processes import Prints, ended, interrupted
+from processes import Prints, Process, ended, interrupted
 from tribe.serve import Client, ClientError, Server
 from tribe.serve.plain import encode_npy
 from tribe.streams import fleet
@@ -201,3 +203,37 @@ def test_wrong_options_are_refused_in_words(nowhere, options, words):
     result = tribe_command("serve", "--port", "0", *options)
     assert result.exit_code == 2
     assert words in message(result)
+
+
+def tokens_file(path, *names, **fields):
+    """Write a file of tokens whose secrets are their names, sixteen times."""
+    entries = [{"name": name, "token": name * 16, "streams": "", "role": "learn", **fields} for name in names]
+    path.write_text(json.dumps({"tokens": entries}))
+
+
+def test_the_hang_up_signal_reads_the_tokens_again_and_does_not_end_the_server(tmp_path):
+    """SIGHUP ended the server at once, with what it had not stored."""
+    place = tmp_path / "tokens.json"
+    tokens_file(place, "a", "b")
+    (out, printed), (err, logged) = os.pipe(), os.pipe()
+    with open(out) as lines, open(err) as log:
+        words = ("-m", "tribe", "serve", "--port", 0, "--tokens", place)
+        process = Process(*words, stdout=printed, stderr=logged)
+        os.close(printed)
+        os.close(logged)
+        url = re.search(r"http://\S+\d", lines.readline())[0]
+
+        def status(name):
+            return web.get(f"{url}/v1/streams", headers={"authorization": f"Bearer {name * 16}"}).status_code
+
+        assert [status(name) for name in "abc"] == [200, 200, 401]
+        tokens_file(place, "b", "c")
+        os.kill(process.pid, signal.SIGHUP)
+        assert "2 tokens, 1 of them new; 1 are no longer valid" in log.readline()
+        assert [status(name) for name in "abc"] == [401, 200, 200]
+        place.write_text("{")
+        os.kill(process.pid, signal.SIGHUP)
+        assert "stay as they are" in log.readline()
+        assert [status(name) for name in "abc"] == [401, 200, 200]
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.end().code == 0
