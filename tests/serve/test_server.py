@@ -195,6 +195,9 @@ def test_the_command_guards_and_watches_with_a_calibration(tmp_path):
         (["--set", "server.shape=3x8"], "shape"),
         (["--set", "tent.lr=1"], "takes no part"),
         (["--set", "limits.body=0"], "body"),
+        (["--set", "guard.lean_half=1"], "needs --guard"),
+        (["--guard", "--set", "guard.half=1"], "lean_half"),
+        (["--guard", "--set", "guard.images=nowhere"], "no pictures"),
         (["--set", "policy.deadline=-1"], "deadline"),
         (["--set", "policy.dead=-1"], "deadline"),
     ],
@@ -237,3 +240,26 @@ def test_the_hang_up_signal_reads_the_tokens_again_and_does_not_end_the_server(t
         assert [status(name) for name in "abc"] == [401, 200, 200]
         os.kill(process.pid, signal.SIGTERM)
         assert process.end().code == 0
+
+
+def clean_folder(folder):
+    """Clean pictures of digits, as files."""
+    image, data = pytest.importorskip("PIL.Image"), tribe.datasets.create("mnist")
+    for i, pixels in enumerate(data.images("clean", torch.arange(250))):
+        image.fromarray((255 * pixels[0]).byte().numpy()).save(folder / f"{i:03d}.png")
+    return folder
+
+
+def test_the_command_serves_a_fitted_guard_a_time_filter_and_health_at_once(tmp_path):
+    """The full configuration could not be served: the guard was unfitted, and a guard in the name refused --health."""
+    path, net = tmp_path / "health.safetensors", tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+    calibration_of(net, "tribe+guard", 10).save(path)
+    (tmp_path / "clean").mkdir()
+    clean_folder(tmp_path / "clean")
+    first = ("-m", "tribe", "serve", "--port", 0, "--health", path)
+    result = interrupted(*first, "--method", "tribe+guard+time", when=LISTENS)
+    assert result.out.startswith("tribe serves compact (tribe+guard+time) on"), result.err
+    options = ("--method", "tribe+time", "--guard", "--set", f"guard.images={tmp_path}/clean")
+    result = interrupted(*first, *options, when=LISTENS)
+    assert result.out.startswith("tribe serves compact (tribe+guard+time) on"), result.err
+    assert "--set guard.lean_half=0." in result.err
