@@ -344,6 +344,49 @@ async def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_place
     assert (answer.adapted, answer.clock) == (False, 1)
 
 
+async def test_a_stream_that_gets_no_requests_here_learns_at_the_worker_that_gets_them(tmp_path):
+    """After a rolling restart streams learned nothing for 300 s: the worker they had gone to renewed its claims."""
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, two):
+        await one.infer("cam", batch(0))
+        await one.write_round()
+        answers = []
+        for i in range(8):
+            world.clock.time += 2.5
+            await one.sessions.renew()
+            answers.append(await two.infer("cam", batch(1 + i)))
+        assert one.stream("cam")["state"] == "resting"
+        assert [answer.adapted for answer in answers] == [False] * 5 + [True] * 3
+        assert answers[-1].clock == 4
+        back = await one.infer("cam", batch(9))
+        assert (back.adapted, one.stream("cam")["state"]) == (False, "followed")
+        assert "fenced" not in kinds(one)
+
+
+async def test_a_slow_camera_learns_from_each_image_although_its_lease_ends_between_them(tmp_path):
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, _):
+        for i in range(3):
+            assert (await one.infer("cam", batch(i))).adapted
+            await one.write_round()
+            for _ in range(20):
+                world.clock.time += 3
+                await one.sessions.renew()
+            assert one.stream("cam")["state"] == "resting"
+        await one.control("freeze", "cam")
+        assert (one.stream("cam")["clock"], one.stream("cam")["generation"]) == (3, 1)
+
+
+async def test_a_stream_that_is_not_stored_yet_is_renewed_without_requests(tmp_path):
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, two):
+        await one.infer("cam", batch(0))
+        for _ in range(10):
+            world.clock.time += 3
+            await one.sessions.renew()
+        assert not (await two.infer("cam", batch(1))).adapted
+
+
 async def test_a_released_stream_is_taken_over_at_once(tmp_path):
     world = TwoWorkers(tmp_path)
     async with world.workers() as (one, two):

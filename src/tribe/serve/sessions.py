@@ -133,7 +133,7 @@ class Sessions:
             return None
         session.used = now = self.runtime.clock()
         if session.role == "owned":
-            return session
+            return None if session.resting else session
         if session.unclaimed and (user is None or user.may_claim):
             return None
         patience = self.policy.retry if session.role == "unreachable" else self.policy.staleness
@@ -180,6 +180,8 @@ class Sessions:
 
     async def _open(self, name: str, user: Principal | None) -> StreamSession:
         session, writer, asked = self.by_name.get(name), self.writer, self.runtime.clock()
+        if session is not None and session.resting and not await self._wake(session):
+            session = None
         if session is None:
             session = StreamSession(name, "followed", asked, loaded=False, recent=deque(maxlen=self.policy.requests))
             session.opener = user
@@ -302,9 +304,17 @@ class Sessions:
         return "lag" if session.lag(now) > self.policy.lag else None
 
     async def renew(self) -> None:
-        """Renew all leases. A stream whose claim is lost is dropped; its next request looks it up."""
+        """Renew all leases but those of streams without requests, which another worker may claim when they end.
+
+        A stream whose claim is lost is dropped; its next request looks it up.
+        """
         writer, asked = self.writer, self.runtime.clock()
-        claims = {name: session.claim for name, session in self.by_name.items() if session.claim is not None}
+        for session in self.by_name.values():
+            idle = asked - session.used > self.policy.rest and not session.changed
+            session.resting = session.claim is not None and idle and not self.runtime.scheduler.unlearned(session.name)
+        claims = {
+            name: session.claim for name, session in self.by_name.items() if session.claim and not session.resting
+        }
         if writer is None or not claims:
             return
         held, lease = list(claims.values()), self.policy.lease
@@ -321,6 +331,26 @@ class Sessions:
                 session.renewed(renewed[name], asked, self.policy.lease, self.policy.margin)
             else:
                 await self.lose(session, "its claim has ended, or another worker has claimed it")
+
+    async def _wake(self, session: StreamSession) -> bool:
+        """Renew the claim of a stream that rests; if another worker has claimed it meanwhile, forget it: False."""
+        writer, claim, asked = self.writer, session.claim, self.runtime.clock()
+        if writer is None or claim is None:
+            return True
+        try:
+            renewed = await self.runtime.run("claims", lambda: writer.store.renew([claim], self.policy.lease))
+        except StoreDown as error:
+            writer.note_failure(error)
+            session.resting = False  # it only predicts, until `renew` succeeds
+            return True
+        if session.name in renewed:
+            session.renewed(renewed[session.name], asked, self.policy.lease, self.policy.margin)
+            return True
+        session.lost()
+        async with self.runtime.hold(session.name):
+            await self._forget(session)
+        self.runtime.events.add("released", "another worker claimed it while no request came here", session.name)
+        return False
 
     async def lose(self, session: StreamSession, why: str) -> None:
         """Forget a stream that another worker owns now; learning that is not stored is lost."""

@@ -32,7 +32,7 @@ from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
 
 Outcome = InferResult | Exception
-STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "lease", "lag")
+STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "resting", "lease", "lag")
 log = logging.getLogger("tribe.serve")
 
 
@@ -350,6 +350,8 @@ class Worker:
         """Return one of `STATES`; lease and lag say why it does not learn."""
         if session.role != "owned":
             return session.role
+        if session.resting:
+            return "resting"
         return "frozen" if session.report.get("frozen") else self.sessions.blocked(session.name) or "learning"
 
     async def stored(self, prefix: str = "", after: str = "") -> list[str]:
