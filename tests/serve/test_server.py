@@ -263,3 +263,37 @@ def test_the_command_serves_a_fitted_guard_a_time_filter_and_health_at_once(tmp_
     result = interrupted(*first, *options, when=LISTENS)
     assert result.out.startswith("tribe serves compact (tribe+guard+time) on"), result.err
     assert "--set guard.lean_half=0." in result.err
+
+
+NETWORKS = """
+import torch
+from torch import nn
+
+class Random(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+def trained():
+    net = Random()
+    for value in net.parameters():
+        nn.init.constant_(value, 0.1)
+    return net
+
+here = Random()
+"""
+
+
+def test_the_command_warns_of_a_class_without_weights(tmp_path):
+    """Random weights were served without a word."""
+    (tmp_path / "nets.py").write_text(NETWORKS)
+
+    def told(name, *options):
+        command = ("-m", "tribe", "serve", "--port", 0, "--model", f"{tmp_path}/nets.py:{name}", *options)
+        result = interrupted(*command, when=LISTENS)
+        assert result.code == 0, result.err
+        return "not trained" in " ".join(result.err.split())
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    assert told("Random")
+    assert not any(told(*words) for words in (("trained",), ("here",), ("Random", "--weights", tmp_path / "net.pt")))

@@ -386,7 +386,7 @@ class Worker:
             gauge("tribe_learning_backlog", "Requests that were answered and not learned yet.", backlog),
             gauge("tribe_learning_backlog_bytes", "Bytes of their images.", scheduler.backlog_bytes),
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
-            gauge("tribe_alarms", "Streams that have an alarm now.", alarms, "kind"),
+            gauge("tribe_streams_alarmed", "Streams that have an alarm now.", alarms, "kind"),
             gauge("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason", CounterMetricFamily),
             gauge("tribe_unlearned_images_total", unlearned, scheduler.only_predicted, kind=CounterMetricFamily),
         ]

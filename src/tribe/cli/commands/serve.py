@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import custom_network, method_name
+from tribe.cli.custom import custom_network, is_untrained, method_name
 from tribe.cli.options import Device, Model, Weights, parse_overrides
 from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
@@ -19,6 +19,10 @@ DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
 MOST_CLEAN = 1000  # clean images that a guard is fitted to; a few hundred are enough
 SHOWN = 10  # names of streams in a message
 PARTS = "server", "policy", "limits", "guard"  # components of --set, beside the method
+UNTRAINED = (
+    "{} gives other weights each time that it is called, so these are random, not trained: predictions mean nothing. "
+    "--weights FILE takes the trained ones, or let it load them itself"
+)
 NO_TOKENS = (
     "it listens beyond this machine and has no tokens, as limits.open says: everybody who reaches it may do "
     "everything. --tokens FILE says who may do what"
@@ -182,7 +186,10 @@ def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any
 def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
     """Return the network, and the shape of its images where its design fixes it."""
     if ":" in name:
-        return custom_network(name, weights), None
+        net = custom_network(name, weights)
+        if weights is None and is_untrained(name, net):
+            print_message("warning", UNTRAINED.format(name))
+        return net, None
     if name.startswith(("timm/", "torchvision/")):
         net = tribe.models.create(name, pretrained=weights is None)
         return net if weights is None else tribe.models.load(net, weights), None
