@@ -251,3 +251,29 @@ def test_without_stretches_nothing_can_be_left_out():
     condition = torch.arange(20).repeat(100)
     stream = played(condition, torch.full((2000,), 0.7), torch.full((2000,), 0.7))
     assert len(left_out(cut([stream], 200, 10), 200).found) == 0
+
+
+def test_a_guard_that_was_fitted_is_calibrated_with_its_method(net):
+    """A guard as the method raised AttributeError, and no argument took one."""
+    images, labels = digits(0, COUNT)
+    guard = tribe.Guard.fitted(net, images)
+    with pytest.raises(TypeError, match="guard="):
+        tribe.calibrate(net, images, labels, method=guard)
+    with pytest.raises(TypeError, match="Guard"):
+        tribe.calibrate(net, images, labels, guard="yes")
+    with pytest.raises(TypeError, match="name"):
+        tribe.calibrate(net, images, labels, method=3)
+    made = tribe.calibrate(net, images, labels, method="bn+time", guard=guard, corruptions=NAMES, window=200)
+    assert made.method == "bn+guard"
+    assert tribe.adapt(net, "bn", time="auto", guard=guard, health=made).health[0].alarms == ()
+
+
+def test_a_calibration_is_given_to_a_guard_in_the_name_of_a_method(calibration, net):
+    """A method with a guard in its name refused ``health``."""
+    guarded = dataclasses.replace(calibration, method="source+guard")
+    fleet = tribe.fleet(net, "source+guard+time", health=guarded)
+    assert fleet.method.name == "source+guard+time"
+    assert fleet.method.guard.calibration is not None
+    for again in ({"guard": True}, {"health": guarded, "calibration": guarded}):
+        with pytest.raises(ValueError, match="already"):
+            tribe.fleet(net, "source+guard", **again)

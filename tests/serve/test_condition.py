@@ -39,7 +39,7 @@ async def test_a_black_camera_is_an_alarm_an_event_a_metric_and_it_is_held_back_
     assert predicted.health["alarms"] == known["alarms"]
     for line in (
         'tribe_alarms_total{kind="black",model="tribe",version="1"} 1.0',
-        'tribe_alarms{kind="black",model="tribe",version="1"} 1.0',
+        'tribe_streams_alarmed{kind="black",model="tribe",version="1"} 1.0',
         'tribe_guard_held_images_total{model="tribe",version="1"} 64.0',
         'tribe_stream_held{model="tribe",stream="gate",version="1"} 64.0',
     ):

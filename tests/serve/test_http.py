@@ -253,3 +253,21 @@ def test_a_server_full_of_bodies_refuses_more():
 def test_a_port_in_use_is_an_error_that_names_it(server):
     with pytest.raises(OSError, match=f"port {server.port}"):
         listening(port=server.port).start()
+
+
+def test_floating_point_images_of_0_to_255_are_refused_unless_they_are_allowed(server):
+    """They were predicted and learned from, and the stream was ruined without a word."""
+    wrong = (IMAGES * 255).astype(np.float32)
+    stream = {"sequence_id": "scaled"}
+    refused(infer(server, wrong, **stream), 400, "divide by 255", "limits.any_range")
+    mixed = np.stack([IMAGES[0], wrong[1]])
+    refused(infer(server, mixed, **stream), 400, "image 1")
+    place = f"{server.url}/v1/streams/scaled/predict"
+    refused(web.post(place, content=encode_npy(wrong)), 400, "divide by 255")
+    refused(web.post(f"{server.url}/v2/models/small/infer", json={"inputs": [_in_json(wrong)]}), 400, "divide by 255")
+    assert web.get(f"{server.url}/v1/streams/scaled").status_code == 404
+    assert infer(server, (IMAGES * 255).astype(np.uint8), **stream).status_code == 200
+    overshoot = IMAGES * 1.4 - 0.2  # sharp resizing
+    assert infer(server, overshoot.astype(np.float32), **stream).status_code == 200
+    with listening(limits=Limits(any_range=True)) as lenient:
+        assert infer(lenient, wrong, **stream).status_code == 200

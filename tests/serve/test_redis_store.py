@@ -225,3 +225,21 @@ def test_without_the_package_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(ImportError, match="redis"):
         open_store("redis://localhost")
+
+
+def test_a_server_that_keeps_nothing_on_a_disk_is_warned_of(caplog):
+    """A Redis server without persistence came back empty, and all streams began anew without a word before."""
+    need_redis()
+    for options, warned in (
+        (("--appendonly", "no"), True),
+        (("--appendonly", "no", "--save", "60 1"), False),
+        (("--appendonly", "yes"), False),
+        (("--appendonly", "no", "--rename-command", "CONFIG", ""), False),  # as hosted servers do: it is not known
+    ):
+        server = RedisServer(*options)
+        try:
+            caplog.clear()
+            RedisStore(server.address).close()
+            assert ("keeps nothing" in caplog.text) == warned, options
+        finally:
+            server.remove()

@@ -14,6 +14,7 @@ from tribe.serve.client import Client, ClientError
 from tribe.serve.errors import Forbidden, NoToken
 from tribe.serve.plain import encode_npy
 from tribe.serve.security import Access, Principal, Token, read_tokens
+from tribe.serve.server import new_access
 
 BODY = encode_npy(IMAGES)
 
@@ -271,3 +272,20 @@ def test_a_wrong_port_is_refused():
     for wrong in (-1, 70_000, "80", True):
         with pytest.raises(ValueError, match="65535"):
             listening(port=wrong)
+
+
+def test_a_reloaded_token_keeps_what_it_has_used_and_gets_its_new_rights(tmp_path):
+    def write(*names, **fields):
+        entries = [{"name": name, "token": name * 16, "streams": "", "role": "learn", **fields} for name in names]
+        (tmp_path / "t").write_text(json.dumps({"tokens": entries}))
+
+    write("a")
+    access = new_access(tmp_path / "t")
+    user = access.identify("Bearer " + "a" * 16)
+    assert user.alone
+    write("a", "b", role="predict", most_streams=2)
+    access.reload()
+    assert access.identify("Bearer " + "a" * 16) is user
+    assert (user.used["requests"], user.alone, user.may_claim, user.token.most_streams) == (2, False, False, 2)
+    with pytest.raises(ValueError, match="without"):
+        Access([token("a")]).reload()

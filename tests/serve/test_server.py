@@ -1,6 +1,8 @@
 """`tribe.serve.Server` and ``tribe serve``: the real worker, fleet and store behind real connections."""
 
 import json
+import os
+import re
 import signal
 from functools import partial
 
@@ -14,7 +16,7 @@ import tribe
 import tribe.serve
 from commands import message, tribe_command
 from networks import at_once
-from processes import Prints, ended, interrupted
+from processes import Prints, Process, ended, interrupted
 from tribe.serve import Client, ClientError, Server
 from tribe.serve.plain import encode_npy
 from tribe.streams import fleet
@@ -193,6 +195,9 @@ def test_the_command_guards_and_watches_with_a_calibration(tmp_path):
         (["--set", "server.shape=3x8"], "shape"),
         (["--set", "tent.lr=1"], "takes no part"),
         (["--set", "limits.body=0"], "body"),
+        (["--set", "guard.lean_half=1"], "needs --guard"),
+        (["--guard", "--set", "guard.half=1"], "lean_half"),
+        (["--guard", "--set", "guard.images=nowhere"], "no pictures"),
         (["--set", "policy.deadline=-1"], "deadline"),
         (["--set", "policy.dead=-1"], "deadline"),
     ],
@@ -201,3 +206,94 @@ def test_wrong_options_are_refused_in_words(nowhere, options, words):
     result = tribe_command("serve", "--port", "0", *options)
     assert result.exit_code == 2
     assert words in message(result)
+
+
+def tokens_file(path, *names, **fields):
+    """Write a file of tokens whose secrets are their names, sixteen times."""
+    entries = [{"name": name, "token": name * 16, "streams": "", "role": "learn", **fields} for name in names]
+    path.write_text(json.dumps({"tokens": entries}))
+
+
+def test_the_hang_up_signal_reads_the_tokens_again_and_does_not_end_the_server(tmp_path):
+    """SIGHUP ended the server at once, with what it had not stored."""
+    place = tmp_path / "tokens.json"
+    tokens_file(place, "a", "b")
+    (out, printed), (err, logged) = os.pipe(), os.pipe()
+    with open(out) as lines, open(err) as log:
+        words = ("-m", "tribe", "serve", "--port", 0, "--tokens", place)
+        process = Process(*words, stdout=printed, stderr=logged)
+        os.close(printed)
+        os.close(logged)
+        url = re.search(r"http://\S+\d", lines.readline())[0]
+
+        def status(name):
+            return web.get(f"{url}/v1/streams", headers={"authorization": f"Bearer {name * 16}"}).status_code
+
+        assert [status(name) for name in "abc"] == [200, 200, 401]
+        tokens_file(place, "b", "c")
+        os.kill(process.pid, signal.SIGHUP)
+        assert "2 tokens, 1 of them new; 1 are no longer valid" in log.readline()
+        assert [status(name) for name in "abc"] == [401, 200, 200]
+        place.write_text("{")
+        os.kill(process.pid, signal.SIGHUP)
+        assert "stay as they are" in log.readline()
+        assert [status(name) for name in "abc"] == [401, 200, 200]
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.end().code == 0
+
+
+def clean_folder(folder):
+    """Clean pictures of digits, as files."""
+    image, data = pytest.importorskip("PIL.Image"), tribe.datasets.create("mnist")
+    for i, pixels in enumerate(data.images("clean", torch.arange(250))):
+        image.fromarray((255 * pixels[0]).byte().numpy()).save(folder / f"{i:03d}.png")
+    return folder
+
+
+def test_the_command_serves_a_fitted_guard_a_time_filter_and_health_at_once(tmp_path):
+    """The full configuration could not be served: the guard was unfitted, and a guard in the name refused --health."""
+    path, net = tmp_path / "health.safetensors", tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+    calibration_of(net, "tribe+guard", 10).save(path)
+    (tmp_path / "clean").mkdir()
+    clean_folder(tmp_path / "clean")
+    first = ("-m", "tribe", "serve", "--port", 0, "--health", path)
+    result = interrupted(*first, "--method", "tribe+guard+time", when=LISTENS)
+    assert result.out.startswith("tribe serves compact (tribe+guard+time) on"), result.err
+    options = ("--method", "tribe+time", "--guard", "--set", f"guard.images={tmp_path}/clean")
+    result = interrupted(*first, *options, when=LISTENS)
+    assert result.out.startswith("tribe serves compact (tribe+guard+time) on"), result.err
+    assert "--set guard.lean_half=0." in result.err
+
+
+NETWORKS = """
+import torch
+from torch import nn
+
+class Random(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+
+def trained():
+    net = Random()
+    for value in net.parameters():
+        nn.init.constant_(value, 0.1)
+    return net
+
+here = Random()
+"""
+
+
+def test_the_command_warns_of_a_class_without_weights(tmp_path):
+    """Random weights were served without a word."""
+    (tmp_path / "nets.py").write_text(NETWORKS)
+
+    def told(name, *options):
+        command = ("-m", "tribe", "serve", "--port", 0, "--model", f"{tmp_path}/nets.py:{name}", *options)
+        result = interrupted(*command, when=LISTENS)
+        assert result.code == 0, result.err
+        return "not trained" in " ".join(result.err.split())
+
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    torch.save(net.state_dict(), tmp_path / "net.pt")
+    assert told("Random")
+    assert not any(told(*words) for words in (("trained",), ("here",), ("Random", "--weights", tmp_path / "net.pt")))

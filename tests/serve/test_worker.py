@@ -12,7 +12,7 @@ import tribe
 from stores import Clock
 from tribe.io.states import StateFileError
 from tribe.serve.config import Policy
-from tribe.serve.errors import Conflict, NotOwner, Unavailable
+from tribe.serve.errors import NotOwner, Unavailable
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.serve.worker import Worker
 from tribe.streams import UnknownStream, stream_seed
@@ -344,6 +344,49 @@ async def test_a_renewal_finds_lost_streams_and_their_waiting_requests_are_place
     assert (answer.adapted, answer.clock) == (False, 1)
 
 
+async def test_a_stream_that_gets_no_requests_here_learns_at_the_worker_that_gets_them(tmp_path):
+    """After a rolling restart streams learned nothing for 300 s: the worker they had gone to renewed its claims."""
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, two):
+        await one.infer("cam", batch(0))
+        await one.write_round()
+        answers = []
+        for i in range(8):
+            world.clock.time += 2.5
+            await one.sessions.renew()
+            answers.append(await two.infer("cam", batch(1 + i)))
+        assert one.stream("cam")["state"] == "resting"
+        assert [answer.adapted for answer in answers] == [False] * 5 + [True] * 3
+        assert answers[-1].clock == 4
+        back = await one.infer("cam", batch(9))
+        assert (back.adapted, one.stream("cam")["state"]) == (False, "followed")
+        assert "fenced" not in kinds(one)
+
+
+async def test_a_slow_camera_learns_from_each_image_although_its_lease_ends_between_them(tmp_path):
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, _):
+        for i in range(3):
+            assert (await one.infer("cam", batch(i))).adapted
+            await one.write_round()
+            for _ in range(20):
+                world.clock.time += 3
+                await one.sessions.renew()
+            assert one.stream("cam")["state"] == "resting"
+        await one.control("freeze", "cam")
+        assert (one.stream("cam")["clock"], one.stream("cam")["generation"]) == (3, 1)
+
+
+async def test_a_stream_that_is_not_stored_yet_is_renewed_without_requests(tmp_path):
+    world = TwoWorkers(tmp_path)
+    async with world.workers() as (one, two):
+        await one.infer("cam", batch(0))
+        for _ in range(10):
+            world.clock.time += 3
+            await one.sessions.renew()
+        assert not (await two.infer("cam", batch(1))).adapted
+
+
 async def test_a_released_stream_is_taken_over_at_once(tmp_path):
     world = TwoWorkers(tmp_path)
     async with world.workers() as (one, two):
@@ -412,16 +455,64 @@ async def test_a_state_is_read_and_replaced_and_a_wrong_one_changes_nothing(stor
     assert (made["clock"], digest) == (1, replay(fleet, "cam", [batch(0)]))
 
 
-async def test_a_stored_state_of_another_method_is_refused_and_can_be_deleted(store):
+async def test_the_source_predicts_for_a_stored_state_of_another_method_which_stays(store):
+    """Known cameras got 409 after any change of weights or settings, and nothing was logged."""
+    async with working(tribe.fleet(small_network(), "tent"), store) as worker:
+        await worker.infer("cam", batch(0))
+    before, fleet = store.read("cam"), new_fleet()
+    async with working(fleet, store) as worker:
+        await worker.runtime.finished()
+        at_start = [event for event in worker.log.kept if event.kind == "unfit"]
+        assert [event.stream for event in at_start] == [None]
+        assert "tent" in at_start[0].words
+        for _ in range(3):
+            result = await worker.infer("cam", batch(0))
+            assert (result.adapted, result.clock) == (False, None)
+            assert torch.equal(result.logits, fleet.predict_source(batch(0)))
+        assert worker.stream("cam")["state"] == "unfit"
+        assert [event.stream for event in worker.log.kept if event.kind == "unfit"] == [None, "cam"]
+        assert 'state="unfit"' in worker.metrics_text()
+        assert not store.entry("cam").held  # others may have it
+        with pytest.raises(NotOwner, match="fit"):
+            await worker.control("reset", "cam")
+        assert await worker.control.get_state("cam") == before.blob
+    assert store.read("cam").blob == before.blob
+    async with working(tribe.fleet(small_network(), "tent"), store) as worker:
+        assert (await worker.infer("cam", batch(1))).clock == 2
+
+
+async def test_a_stream_whose_stored_state_does_not_fit_begins_anew_when_it_is_deleted(store):
     async with working(tribe.fleet(small_network(), "tent"), store) as worker:
         await worker.infer("cam", batch(0))
     async with working(store=store) as worker:
-        with pytest.raises(Conflict, match="tent") as caught:
-            await worker.infer("cam", batch(0))
-        assert caught.value.status == 409
-        assert not store.entry("cam").held  # others may have it
+        assert not (await worker.infer("cam", batch(0))).adapted
         await worker.control("drop", "cam")
         assert (await worker.infer("cam", batch(0))).clock == 1
+
+
+async def test_the_source_predicts_where_every_stored_state_is_damaged(store, tmp_path):
+    async with working(store=store) as worker:
+        await worker.infer("cam", batch(0))
+    blobs = list(tmp_path.rglob("*.state"))
+    assert blobs
+    for blob in blobs:
+        blob.write_bytes(b"x" * blob.stat().st_size)
+    async with working(store=store) as worker:
+        assert not (await worker.infer("cam", batch(0))).adapted
+        assert "damaged" in next(event.words for event in worker.log.kept if event.stream == "cam")
+        assert not store.entry("cam").held
+        await worker.control("drop", "cam")
+        assert (await worker.infer("cam", batch(0))).adapted
+
+
+async def test_the_source_predicts_while_an_owner_with_another_method_learns(store):
+    """A rolling change: a worker with the new method follows one with the old method, and takes over its own kind."""
+    async with working(tribe.fleet(small_network(), "tent"), store) as old, working(store=store) as new:
+        await old.infer("cam", batch(0))
+        await old.write_round()
+        assert not (await new.infer("cam", batch(0))).adapted
+        assert new.stream("cam")["state"] == "unfit"
+        assert (await old.infer("cam", batch(1))).adapted
 
 
 async def test_a_canceled_request_leaves_nothing_behind(store):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 import tribe
@@ -100,6 +101,14 @@ def custom_network(target: str, weights: Path | None = None) -> nn.Module:
             f"{target} is not a model: expected an nn.Module, or a callable that returns one: {type(found)}"
         )
     return found if weights is None else tribe.models.load(found, weights)
+
+
+def is_untrained(target: str, net: nn.Module) -> bool:
+    """Return whether ``file.py:attribute`` is called for a network, and gives random weights: others the next time."""
+    if isinstance(find_custom(target, "model", callable), nn.Module):
+        return False  # it exists, and was not called
+    again = custom_network(target).state_dict()
+    return any(not torch.equal(value, again[name]) for name, value in net.state_dict().items() if name in again)
 
 
 def find_custom(target: str, kind: str, fits: Callable[[Any], bool]) -> Any:

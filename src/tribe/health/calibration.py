@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tribe import methods
 from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy
 from tribe.core.validation import good_images
@@ -30,7 +29,8 @@ from tribe.health.probe import BATCH, ask, source_logits, start_shift
 from tribe.health.regression import GaussianProcess
 from tribe.io.json_files import check
 from tribe.knowledge import Knowledge, KnowledgeError
-from tribe.methods import AnyMethod, Pipeline, count_classes
+from tribe.methods import AnyMethod, Method, Pipeline, guards
+from tribe.methods.building import build_method
 from tribe.registry import nearest
 
 NAME = "health"  # of the knowledge in a file
@@ -146,6 +146,7 @@ def calibrate(
     labels: Tensor,
     *,
     method: str | AnyMethod = "tribe",
+    guard: Any = None,
     corruptions: Sequence[str] | None = None,
     window: int = WINDOW,
     seed: int = 0,
@@ -160,14 +161,14 @@ def calibrate(
         labels: (N,) class numbers.
         method: the method that will adapt, or its name. A time filter is left out: health is about the predictions
             before it.
+        guard: the `tribe.Guard` that will guard it, such as one of ``Guard.fitted``; None: that of the method, if any.
         corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default all.
         window: images that an estimate is for.
         seed: of the order of images and of the corruptions.
         progress: called after every batch, with how many are done and how many there are.
     """
     backbone = net if isinstance(net, Backbone) else Backbone(net)
-    built = methods.create(method, classes=count_classes(backbone, None)) if isinstance(method, str) else method
-    built = Pipeline.of(built).unfiltered
+    built = _built(backbone, method, guard)
     require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
     images, labels = _checked(images, labels)
     conditions = choose_conditions(images.shape[1:], corruptions)
@@ -185,6 +186,18 @@ def calibrate(
         corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
         normal=fit_reference(share, logits.argmax(-1), labels, logits.shape[-1]),
     )
+
+
+def _built(net: Backbone, method: Any, guard: Any) -> AnyMethod:
+    """Return the method that is calibrated: with its guard, without its filter."""
+    kinds = tuple(guards.get(name) for name in guards.names())
+    if isinstance(method, kinds):
+        raise TypeError("a guard guards a method: give tribe.calibrate(..., method='tribe', guard=GUARD)")
+    if not isinstance(method, str | Method | Pipeline):
+        raise TypeError(f"method is a name, such as 'tribe+guard', or a method that is built; got {method!r}")
+    if guard is not None and not isinstance(guard, kinds):
+        raise TypeError(f"guard is a tribe.Guard, such as tribe.Guard.fitted returns; got {guard!r}")
+    return Pipeline.of(build_method(net, method, None, None, {}, guard)).unfiltered
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:

@@ -180,11 +180,18 @@ def build_method(
         return built
     whole = Pipeline.of(built)
     if guard is not None and whole.guard is not None:
-        raise ValueError(f"{whole.name} has a guard, or is watched, already")
+        guard = _calibrated(whole, guard)
     if time is not None and whole.filter is not None:
         raise ValueError(f"{whole.name} has a time filter already")
     filter = whole.filter if time is None else filters.resolve(time)
     return Pipeline(whole.method, whole.guard if guard is None else guard, filter, whole.rare)
+
+
+def _calibrated(whole: Pipeline, watch: Any) -> Any:
+    """Return the guard of a pipeline with the calibration of a watch; refuse a second guard or calibration."""
+    if watch.acts or (watch.calibration is not None and whole.guard.calibration is not None):
+        raise ValueError(f"{whole.name} has a guard, or is watched, already")
+    return whole.guard if watch.calibration is None else dataclasses.replace(whole.guard, calibration=watch.calibration)
 
 
 def check_network(net: Backbone, method: AnyMethod, classes: int | None = None) -> int | None:

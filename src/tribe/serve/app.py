@@ -1,6 +1,7 @@
 """The web application: a Starlette application of one worker, with the handler of each path."""
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tribe.core.shortage import is_out_of_memory
+from tribe.fields import printable
 from tribe.serve import errors, plain, protocol
 from tribe.serve.decoding import PIECE, Decoders, Unpacker
 from tribe.serve.edge import EarlyAnswers
@@ -28,6 +30,7 @@ from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
 
 T = TypeVar("T")
+log = logging.getLogger("tribe.serve")
 Handler = Callable[[Request], Awaitable[Response]]
 
 LARGE, LARGE_JSON = 2**20, 2**16  # bytes that are decoded in a thread, so that the event loop goes on
@@ -235,12 +238,23 @@ class Handlers:
         self.service, self.model, self.limits, self.worker = service, service.model, service.limits, service.worker
         self.responses = self.worker.metrics.responses
         self.decoders = Decoders()
-        alone = len(service.access.users) < 2
+        alone = self._has_one_user()
         self.bodies = Bodies(service.limits.bodies, self.decoders, alone)
         words = "{used} requests are being answered, {own} of them yours; send fewer at the same time"
         self.requests = Shares(service.limits.connections, words, alone)
         self.crowded: Callable[[], bool] = lambda: False  # whether more connections are open than the limit
         self._page = {path: files("tribe.serve").joinpath(name).read_bytes() for path, (name, _) in PAGE.items()}
+
+    def _has_one_user(self) -> bool:
+        return len(self.service.access.users) < 2
+
+    def reload_tokens(self) -> None:
+        """Read the file of tokens again, on the event loop, and log what changed; a wrong file changes nothing."""
+        try:
+            log.warning("the file of tokens was read again: %s", self.service.access.reload())
+        except (ValueError, OSError) as error:
+            log.error("the tokens stay as they are: %s", printable(str(error)))
+        self.bodies.shares.alone = self.requests.alone = self._has_one_user()
 
     def check(self, request: Request, public: bool) -> None:
         """Refuse wrong headers and names, pages of other sites and, unless the path is public, unknown users."""
@@ -417,6 +431,8 @@ class Handlers:
     async def _events(self, request: Request) -> AsyncIterator[bytes]:
         yield b": events\n\n"
         async for event in self.worker.log.listen(HEARTBEAT):
+            if not self.service.access.has(request.user):
+                return  # its token was withdrawn
             if event is None:
                 yield b": still here\n\n"
             elif request.user.can_access(event.stream or ""):

@@ -155,13 +155,11 @@ class Client:
         sent = {**self._headers, **(headers or {})}
         reused = getattr(self._local, "connection", None) is not None
         try:
-            response = self._exchange(method, path, body, sent)
+            response, content = self._exchange(method, path, body, sent)
         except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError):
-            self.close()
             if not reused:
                 raise
-            response = self._exchange(method, path, body, sent)
-        content = response.read()
+            response, content = self._exchange(method, path, body, sent)
         if response.status != 200:
             wait = response.headers.get("Retry-After")
             try:
@@ -171,7 +169,10 @@ class Client:
             raise ClientError(words, response.status, None if wait is None else float(wait))
         return response.headers, content
 
-    def _exchange(self, method: str, path: str, body: bytes, headers: Mapping[str, str]) -> http.client.HTTPResponse:
+    def _exchange(
+        self, method: str, path: str, body: bytes, headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPResponse, bytes]:
+        """Send a request and read its answer. A connection that failed is closed: the next request opens another."""
         held = getattr(self._local, "connection", None)
         if held is None:
             place = self._parts.hostname or "", self._parts.port
@@ -183,10 +184,10 @@ class Client:
         try:
             held.request(method, self._parts.path.rstrip("/") + path, body or None, dict(headers))
             response: http.client.HTTPResponse = held.getresponse()
-        except TimeoutError:
+            return response, response.read()
+        except BaseException:  # also KeyboardInterrupt: the answer would be taken for that of the next request
             self.close()
             raise
-        return response
 
 
 def _path(stream: str) -> str:

@@ -29,6 +29,7 @@ class Policy:
     renew: float = 1.0  # between two renewals
     margin: float = 1.5  # how long before the end of a lease the worker stops learning: its clock, its longest step
     staleness: float = 1.0  # a stream that another worker owns is looked up again after this
+    rest: float = 5.0  # a stream without a request for this long is not renewed: others may have it after its lease
     requests: int = 256  # request ids kept with each stream: a repeated one does not learn again
     open_streams: int = 10_000  # most streams that are open at the same time, which tokens share; more get 503
     stored_streams: int = 1_000_000  # most streams in the store; more get 503
@@ -82,6 +83,7 @@ class Limits:
     thumbnails: int = 0  # bytes of the last frames of streams, which the page shows; 0: none is kept
     bodies: int = 1536 * 2**20  # bytes of bodies that are read or wait for an answer at the same time, of all clients
     open: bool = False  # whether a server without tokens may listen beyond this machine
+    any_range: bool = False  # whether floating point images that look like 0 to 255 are predicted and learned
     parser: str = "auto"  # of HTTP: h11, or zttp, which is faster and young; auto: zttp on this machine alone
 
     def __post_init__(self) -> None:

@@ -77,6 +77,9 @@ class Controls:
             why = "its lease was not renewed in time" if reason == "lease" else "another worker owns it"
             if session.role == "unreachable":
                 why = "the store cannot be asked who owns it"
+            elif session.role == "unfit":
+                words = "its stored state does not fit this model and method. Serve it as it was stored, or delete it"
+                raise NotOwner(f"stream {stream!r} cannot be changed here: {words}")
             raise NotOwner(f"stream {stream!r} cannot be changed here: {why}. Try again, or ask its owner")
         return session
 
@@ -133,9 +136,10 @@ class Controls:
         return await self._replace(session, lambda: self.fleet.restore(stream, state), requests, "rollback", words)
 
     async def _drop(self, stream: str) -> Description:
-        if stream in self.sessions.by_name:
+        session = self.sessions.by_name.get(stream)
+        if session is not None and session.role != "unfit":
             await self.sessions.delete(await self._owned(stream))
-        else:  # not opened: a state that does not fit this model can also be deleted
+        else:  # also a state that does not fit this model can be deleted
             await self.sessions.delete_stored(stream)
         return {"name": stream, "state": "deleted"}
 

@@ -16,10 +16,12 @@ const STATES = {
   frozen: ["frozen", "It only predicts, until it is unfrozen."],
   followed: ["not owned", "Another worker owns it, or only tokens that may not teach it ask. This one predicts with the last stored state."],
   unreachable: ["store unreachable", "The store cannot be asked who owns it. The source model predicts."],
+  unfit: ["state does not fit", "Its stored state is of another model or method, or damaged. The source model predicts; the state stays in the store."],
+  resting: ["resting", "No request came for some seconds. Its next request goes on, unless another worker has claimed it."],
   lease: ["lease ended", "The claim was not renewed in time. It only predicts, until the store answers."],
   lag: ["storing is late", "Too much is not stored yet. It only predicts, until the store has caught up."],
 };
-const OWNED = new Set(["learning", "frozen", "lag"]);
+const OWNED = new Set(["learning", "frozen", "lag", "resting"]);
 const ASK = {
   freeze: ["Freeze", "It only predicts from then on. What it has learned stays."],
   unfreeze: ["Unfreeze", "It learns from its images again."],

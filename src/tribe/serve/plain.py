@@ -52,7 +52,7 @@ def decode_predict(
     else:
         values = _read_npy(body) if kind == NPY else _read_safetensors(body)
         model.check_images(tuple(values.shape))
-        images = protocol.as_images(values)
+        images = protocol.as_images(values, model)
     checked = check_request_id(id) if id else None
     return InferRequest(images, stream, checked, timeout=options.timeout, learn=options.learn)
 
@@ -129,7 +129,7 @@ def read_picture(body: bytearray, model: ModelInfo, resize: bool = False) -> Ten
             raise BadInput(f"{words}. ?fit=resize stretches it to that size")
         image = image.resize((width, height), pillow.Resampling.BILINEAR)
     pixels = torch.from_numpy(np.array(image)).reshape(height, width, -1)
-    return protocol.as_images(pixels.permute(2, 0, 1).contiguous())[None]
+    return protocol.as_images(pixels.permute(2, 0, 1).contiguous()[None], model)
 
 
 def _read_npy(body: bytearray) -> Tensor:

@@ -28,6 +28,7 @@ VERSION = "1"  # of the model, in the protocol's sense: the server has one
 INPUT = "images"  # the name of the only input
 MAX_JSON = 8 * 2**20  # bytes: parsing more would delay other requests
 MAX_HEAD = 2**16  # bytes of JSON beside the numbers of the images
+MOST_FLOAT = 2  # a floating point image without negative values that exceeds it is taken for one of 0 to 255
 MAX_DIMENSIONS = 8  # of a shape
 MAX_NUMBERS, MAX_ANSWER_NUMBERS = 2**20, 2**18  # that are not sent as bytes: in a request, in an answer
 DATATYPES = {
@@ -58,6 +59,7 @@ class ModelInfo:
     most_images: int = 1024  # in one request
     most_pixels: int = 16_000_000  # of one image
     request_pixels: int = 2**22  # of all images of a request
+    any_range: bool = False  # whether floating point images may look as if they reach from 0 to 255
 
     def check(self, name: str, version: str = "") -> None:
         """Raise if this is another model or version."""
@@ -85,6 +87,20 @@ class ModelInfo:
         if images * pixels > self.request_pixels:
             words = f"the images have {images * pixels:,} pixels together; expected {self.request_pixels:,} at most"
             raise TooLarge(f"{words}. Send fewer or smaller images at once")
+
+    def check_range(self, images: Tensor) -> None:
+        """Raise if an image (B, ...) of floating point looks as if it reaches from 0 to 255, or to 65,535.
+
+        What is not finite or far larger passes: a step leaves such images out by itself.
+        """
+        if self.any_range:
+            return
+        low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
+        wrong = (low >= 0) & (high > MOST_FLOAT) & (high <= 2**16)
+        if bool(wrong.any()):
+            i = int(wrong.nonzero()[0])
+            words = f"image {i} has floating point values up to {high[i].item():.4g}; expected [0, 1]: divide by 255"
+            raise BadInput(f"{words}, or send UINT8. Nothing was learned. The server's limits.any_range allows them")
 
     def check_answer(self, images: int) -> None:
         """Raise if an answer in JSON would have too many numbers."""
@@ -273,19 +289,24 @@ def _read_images(given: InputTensor, content: Buffer, model: ModelInfo) -> Tenso
                 f"binary_data_size is {size}, and {len(content)} bytes follow the JSON; {given.datatype} of the shape "
                 f"{shape} has {expected}: the body was cut short or is too long"
             )
-        return as_images(torch.frombuffer(content, dtype=DATATYPES[given.datatype])).reshape(shape)
+        values = torch.frombuffer(content, dtype=DATATYPES[given.datatype])
+        return as_images(values.reshape(shape), model)
     if content:
         raise BadInput(f"{len(content)} bytes follow the JSON, but the input has no parameter binary_data_size")
-    return _images_from_numbers(bytes(given.data), given.datatype, shape)
+    return as_images(_images_from_numbers(bytes(given.data), given.datatype, shape), model)
 
 
-def as_images(values: Tensor) -> Tensor:
-    """Return values as the network takes them: float32 in [0, 1], in aligned memory of their own."""
-    return values / 255 if values.dtype == torch.uint8 else values.to(torch.float32, copy=True)
+def as_images(values: Tensor, model: ModelInfo) -> Tensor:
+    """Return values (B, ...) as the network takes them: float32 in [0, 1], in aligned memory of their own."""
+    if values.dtype == torch.uint8:
+        return values / 255
+    images = values.to(torch.float32, copy=True)
+    model.check_range(images)
+    return images
 
 
 def _images_from_numbers(text: bytes, datatype: str, shape: tuple[int, ...]) -> Tensor:
-    """Return images (B, ...) from numbers in JSON, in nested lists or in one. They are counted before they are read."""
+    """Return values (B, ...) from numbers in JSON, in nested lists or in one. They are counted before they are read."""
     if text in (b"", b"null"):
         raise BadInput(
             "the input has no data; expected numbers in 'data', or bytes with the parameter binary_data_size"
@@ -309,7 +330,7 @@ def _images_from_numbers(text: bytes, datatype: str, shape: tuple[int, ...]) -> 
         raise BadInput(f"the data has the shape {array.shape}; expected {shape}, or one list of its numbers")
     if array.dtype.kind not in kinds or (datatype == "UINT8" and not 0 <= array.min() <= array.max() <= 255):
         raise BadInput(f"the data of the images cannot be read; expected {expected}")
-    return as_images(torch.from_numpy(array).to(DATATYPES[datatype])).reshape(shape)
+    return torch.from_numpy(array).to(DATATYPES[datatype]).reshape(shape)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits
 from tribe.serve.security import read_tokens
-from tribe.serve.server import HOST, Server, Tokens, new_access, refuse_open, shorten_collections, stop_signals
+from tribe.serve.server import HANG_UP, HOST, Server, Tokens, new_access, on_signals, refuse_open, shorten_collections
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
@@ -105,7 +105,8 @@ def running(app: Any, host: str = HOST, port: int = 8000, address: str | None = 
 def run(app: Any, host: str, port: int, ready: Callable[[str], None]) -> None:
     """Run an application on Ray until SIGINT or SIGTERM; then every worker stores its streams."""
     ended = threading.Event()
-    with stop_signals(lambda *_: ended.set()), running(app, host, port) as url:
+    ignored = on_signals(lambda *_: None, HANG_UP)  # workers have the tokens that the file had at the start
+    with ignored, on_signals(lambda *_: ended.set()), running(app, host, port) as url:
         ready(url)
         ended.wait()
 

@@ -18,7 +18,7 @@ from tribe.serve.store import Claim, StreamStore
 from tribe.streams import Fleet
 
 T = TypeVar("T")
-Role = Literal["owned", "followed", "unreachable"]
+Role = Literal["owned", "followed", "unreachable", "unfit"]
 Mark = tuple[int, int, float | None]  # generation, clock and time of a stored state, which identify it
 Thread = Literal["step", "predict", "claims", "lookups", "states", "writer"]
 log = logging.getLogger("tribe.serve")
@@ -57,6 +57,8 @@ class StreamSession:
     snapshots: list[Any] = field(default_factory=list)  # for rollback; see `controls.SessionSnapshot`
     images: int = 0  # images that came since it was opened
     opener: Hashable = None  # the user who opened it here first
+    unfit: tuple[int, float | None] | None = None  # clock and time of its stored state, if that cannot be used
+    resting: bool = False  # its claim is not renewed, because no request came; it is stored
     unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
 
@@ -85,7 +87,7 @@ class StreamSession:
 
     def renewed(self, claim: Claim, asked: float, lease: float, margin: float) -> None:
         """Note that the store has confirmed the claim; it was asked at ``asked`` by this worker's clock."""
-        self.claim, self.role, self.learn_until = claim, "owned", asked + lease - margin
+        self.claim, self.role, self.learn_until, self.resting = claim, "owned", asked + lease - margin, False
 
     def lost(self) -> None:
         """Note that the claim may not be used any more."""

@@ -84,12 +84,17 @@ class Principal:
     """A token in use, with what is left of its quotas and what it has used."""
 
     def __init__(self, token: Token, clock: Callable[[], float] = time.monotonic, alone: bool = True) -> None:
-        self.token, self.alone = token, alone  # whether it shares the server with no other token
+        self.alone = alone  # whether it shares the server with no other token
+        self.used, self._clock = dict.fromkeys(USED, 0), clock
+        self.change(token)
+
+    def change(self, token: Token) -> None:
+        """Give it other rights and quotas; what it has used stays."""
+        self.token, clock = token, self._clock
         self.rights = {action for action, role in NEEDS.items() if RANK[token.role] >= RANK[role]}
         self._requests = Rate(token.requests_per_second, clock)
         self._images = Rate(token.predicted_images_per_second, clock)
         self._learned = Rate(token.images_per_second, clock)
-        self.used = dict.fromkeys(USED, 0)
 
     def can_access(self, stream: str) -> bool:
         """Return whether a stream is one of the token's."""
@@ -167,10 +172,15 @@ class Principal:
 
 
 class Access:
-    """The tokens of a server and the names of its host. Without tokens every client may do everything."""
+    """The tokens of a server and the names of its host. Without tokens every client may do everything.
 
-    def __init__(self, tokens: Iterable[Token] = (), hosts: Iterable[str] = ()) -> None:
-        given = list(tokens)
+    ``file`` is where the tokens come from, if they come from a file: `reload` reads it again.
+    """
+
+    def __init__(
+        self, tokens: Iterable[Token] = (), hosts: Iterable[str] = (), file: str | PathLike[str] | None = None
+    ) -> None:
+        given, self.file = list(tokens), file
         self._principals = {token.digest: Principal(token, alone=len(given) == 1) for token in given}
         self.users = tuple(self._principals.values())
         self._anyone = Principal(Token("everybody", ""))
@@ -180,6 +190,28 @@ class Access:
     def is_open(self) -> bool:
         """Return whether there are no tokens."""
         return not self._principals
+
+    def reload(self) -> str:
+        """Read the file of tokens again, and return in words what changed. A file that cannot be used changes nothing.
+
+        Tokens that stay keep what they have used and their streams; requests that have begun end as they began.
+        """
+        if self.file is None:
+            raise ValueError("the server was started without a file of tokens")
+        before, given = self._principals, read_tokens(self.file)
+        after = {token.digest: before.get(token.digest) or Principal(token) for token in given}
+        for token in given:
+            principal = after[token.digest]
+            principal.alone = len(given) == 1
+            if principal.token != token:
+                principal.change(token)
+        self._principals, self.users = after, tuple(after.values())
+        new, gone = len(after.keys() - before.keys()), len(before.keys() - after.keys())
+        return f"{len(after)} tokens, {new} of them new; {gone} are no longer valid"
+
+    def has(self, user: Principal) -> bool:
+        """Return whether a principal is still one of the server's."""
+        return user in (self.users or (self._anyone,))
 
     def identify(self, authorization: str | None) -> Principal:
         """Return the principal of a header Authorization and count its request, or raise `NoToken` or `TooMany`."""

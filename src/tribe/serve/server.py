@@ -36,6 +36,8 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 BACKLOG = 1024  # connections that the system holds until they are accepted
 CROWD = 4  # times the limit of connections: beyond it, uvicorn answers 503 to everybody
 DRAIN = 5.0  # seconds that open connections get when the server stops; meanwhile streams are stored
+STOP = (signal.SIGINT, signal.SIGTERM)
+HANG_UP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # Windows has none
 LOGGERS = ("uvicorn.error", "asyncio")  # that log what strangers do wrong
 
 Tokens = str | PathLike[str] | Sequence[Token] | None  # a file, or tokens
@@ -99,14 +101,25 @@ class Listener:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve in this thread until SIGINT or SIGTERM; then finish what was begun, and store every stream.
 
-        The process is the server's: see `shorten_collections`.
+        SIGHUP reads the file of tokens again.         The process is the server's: see `shorten_collections`.
         """
         shorten_collections()
+        loop = list[asyncio.AbstractEventLoop]()
+
+        def hang_up(number: int, frame: FrameType | None) -> None:
+            for running in loop:
+                running.call_soon_threadsafe(self.app.handlers.reload_tokens)
+
+        async def work() -> None:
+            loop.append(asyncio.get_running_loop())
+            await self._serve(ready, signals=True)
+
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began
         try:
-            with LogLimit().on(*LOGGERS):
-                asyncio.run(self._serve(ready, signals=True))
+            with LogLimit().on(*LOGGERS), on_signals(hang_up, HANG_UP):
+                asyncio.run(work())
         finally:
+            loop.clear()
             gc.unfreeze()  # Python frees all objects at its end
 
     def start(self) -> Self:
@@ -221,7 +234,7 @@ class _Uvicorn(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Stop on a signal. Unlike uvicorn's own, this does not raise the signal again: the process exits with 0."""
-        with stop_signals(self._stop) if self._signals else contextlib.nullcontext():
+        with on_signals(self._stop) if self._signals else contextlib.nullcontext():
             yield
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -232,9 +245,9 @@ class _Uvicorn(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def stop_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call a handler on SIGINT and SIGTERM in this context."""
-    old = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+def on_signals(handler: Callable[[int, FrameType | None], None], numbers: Sequence[int] = STOP) -> Iterator[None]:
+    """Call a handler on signals in this context; by default on SIGINT and SIGTERM."""
+    old = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
@@ -309,7 +322,8 @@ class Server(Listener):
 def new_access(tokens: Tokens, host: str = HOST, host_names: Sequence[str] = ()) -> Access:
     """Return the users of a server: without tokens, one on this machine is called by names of this machine alone."""
     entries = read_tokens(tokens) if isinstance(tokens, str | PathLike) else tokens or ()
-    return Access(entries, (*LOOPBACK, host, *host_names) if not entries and is_loopback(host) else ())
+    file = tokens if isinstance(tokens, str | PathLike) else None
+    return Access(entries, (*LOOPBACK, host, *host_names) if not entries and is_loopback(host) else (), file)
 
 
 def refuse_open(access: Access, host: str, limits: Limits) -> None:

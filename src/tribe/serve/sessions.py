@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 from tribe.io import states
 from tribe.io.states import StateFileError
-from tribe.serve.errors import FULL_AGAIN, Conflict, NotOwner, NotStored, Unavailable, UnknownStream
+from tribe.serve.errors import FULL_AGAIN, NotOwner, NotStored, Unavailable, UnknownStream
 from tribe.serve.fairness import fits_share
 from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.store import Claim, Stored, StoreDamaged, StoreDown, StreamStore
 from tribe.serve.writer import Writer
 
+CHECKED = 8  # stored states that are looked at when a server starts
 Opening = asyncio.Task[StreamSession]
 
 
@@ -63,7 +64,11 @@ def look_up(
             raise Unavailable(f"{words}; delete some with DELETE /v1/streams/NAME", FULL_AGAIN)
     if (user is None or user.may_claim) and (entry is None or not entry.held or entry.owner == owner):
         if (claim := store.claim(stream, owner, lease)) is not None:
-            return LookupResult(claim, *read_intact(store, stream))
+            try:
+                return LookupResult(claim, *read_intact(store, stream))
+            except StoreDamaged:
+                store.release(claim)
+                raise
         entry = store.entry(stream)
     new = None if entry is None else (entry.generation, entry.clock, entry.written)
     if entry is None or entry.written is None or new == mark:
@@ -103,6 +108,13 @@ def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool 
     return runtime.after_commit.reports(fleet, [name])[name]
 
 
+def _give_back(store: StreamStore, claim: Claim) -> Mark | None:
+    """Release a claim, and return the mark of the state that was stored under it."""
+    entry = store.entry(claim.stream)  # before: nobody else can write until then
+    store.release(claim)
+    return None if entry is None else (entry.generation, entry.clock, entry.written)
+
+
 class Sessions:
     """Opens and closes the streams of a worker; ``on_closed`` is called with one that is gone, while it is held."""
 
@@ -121,10 +133,10 @@ class Sessions:
             return None
         session.used = now = self.runtime.clock()
         if session.role == "owned":
-            return session
+            return None if session.resting else session
         if session.unclaimed and (user is None or user.may_claim):
             return None
-        patience = self.policy.staleness if session.role == "followed" else self.policy.retry
+        patience = self.policy.retry if session.role == "unreachable" else self.policy.staleness
         return session if session.looked_up is not None and now - session.looked_up <= patience else None
 
     async def open(self, name: str, user: Principal | None = None) -> StreamSession:
@@ -168,6 +180,8 @@ class Sessions:
 
     async def _open(self, name: str, user: Principal | None) -> StreamSession:
         session, writer, asked = self.by_name.get(name), self.writer, self.runtime.clock()
+        if session is not None and session.resting and not await self._wake(session):
+            session = None
         if session is None:
             session = StreamSession(name, "followed", asked, loaded=False, recent=deque(maxlen=self.policy.requests))
             session.opener = user
@@ -180,6 +194,9 @@ class Sessions:
         else:
             owner, lease = self.runtime.owner, self.policy.lease
             try:
+                if session.unfit is not None and await self._is_unfit_still(session, writer.store):
+                    session.looked_up = asked
+                    return session
                 look = partial(
                     look_up, writer.store, name, owner, lease, session.mark, user, self.policy.stored_streams
                 )
@@ -192,6 +209,8 @@ class Sessions:
                     raise  # whether it may create the stream is not known
                 if session.looked_up is None:
                     session.role = "unreachable"
+            except StoreDamaged as error:
+                await self._note_unfit(session, "its stored states are damaged", None, error)
             session.looked_up = asked
         self.by_name[name] = session
         return session
@@ -207,13 +226,12 @@ class Sessions:
             try:
                 session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, blob)))
             except StateFileError as error:
+                mark = found.mark
                 if claim is not None and self.store is not None:
-                    await self.runtime.run("claims", partial(self.store.release, claim))
-                raise Conflict(
-                    f"stream {name!r} has a stored state that does not fit: {error}. Serve it with the model and "
-                    "method it was stored with, or delete the stream"
-                ) from error
-            session.loaded = True
+                    mark = await self.runtime.run("claims", partial(_give_back, self.store, claim))
+                await self._note_unfit(session, f"its stored state does not fit: {error}", mark)
+                return
+            session.loaded, session.unfit = True, None
             session.recent = deque(() if stored is None else stored.requests, self.policy.requests)
         session.mark = found.mark
         if claim is not None:
@@ -225,6 +243,48 @@ class Sessions:
             why = "a token that may not claim it asked" if session.unclaimed else "another worker owns it"
             words = f"{why}: predictions come from its last stored state"
             self.runtime.events.add("followed", words, name)
+
+    async def _is_unfit_still(self, session: StreamSession, store: StreamStore) -> bool:
+        """Return whether the store has the same state that could not be used; nothing is claimed for that."""
+        entry = await self.runtime.run("lookups", lambda: store.entry(session.name))
+        return entry is not None and (entry.clock, entry.written) == session.unfit
+
+    async def _note_unfit(
+        self, session: StreamSession, words: str, mark: Mark | None, error: Exception | None = None
+    ) -> None:
+        """Let the source model predict for a stream whose stored state cannot be used; that state stays as it is."""
+        noted, loaded = session.role == "unfit", session.loaded
+        session.role, session.loaded, session.mark = "unfit", False, mark
+        session.unfit = None if mark is None else mark[1:]
+        session.report, session.clock = {}, 0
+        if loaded:
+            await self.runtime.run("states", lambda: self.fleet.drop(session.name))
+        if not noted:
+            rest = "The source model predicts, and nothing is learned or overwritten. Serve it as it was stored"
+            words = f"{words}. {rest}, or delete the stream: it then begins anew"
+            self.runtime.events.add("unfit", words, session.name, logging.WARNING, error)
+
+    async def check_stored(self) -> None:
+        """Log at the start whether states in the store fit, of the first streams; a request finds out about its own."""
+        store, reasons, checked = self.store, list[str](), 0
+        if store is None:
+            return
+        with contextlib.suppress(StoreDown):
+            for entry in await self.runtime.run("lookups", lambda: store.list(limit=CHECKED)):
+                with contextlib.suppress(StoreDamaged):
+                    stored = await self.runtime.run("lookups", partial(store.read, entry.stream))
+                    if stored is None:
+                        continue
+                    checked += 1
+                    try:
+                        check = partial(self.fleet.check_bytes, entry.stream, stored.blob)
+                        await self.runtime.run("states", check)
+                    except StateFileError as error:
+                        reasons.append(str(error))
+        if reasons:
+            words = f"{len(reasons)} of {checked} stored states that were looked at do not fit: {reasons[0]}"
+            rest = "For such streams the source model predicts, and their states stay in the store"
+            self.runtime.events.add("unfit", f"{words}. {rest}", level=logging.WARNING)
 
     async def exists(self, name: str) -> bool:
         """Return whether there is a stream, here or in the store."""
@@ -244,9 +304,17 @@ class Sessions:
         return "lag" if session.lag(now) > self.policy.lag else None
 
     async def renew(self) -> None:
-        """Renew all leases. A stream whose claim is lost is dropped; its next request looks it up."""
+        """Renew all leases but those of streams without requests, which another worker may claim when they end.
+
+        A stream whose claim is lost is dropped; its next request looks it up.
+        """
         writer, asked = self.writer, self.runtime.clock()
-        claims = {name: session.claim for name, session in self.by_name.items() if session.claim is not None}
+        for session in self.by_name.values():
+            idle = asked - session.used > self.policy.rest and not session.changed
+            session.resting = session.claim is not None and idle and not self.runtime.scheduler.unlearned(session.name)
+        claims = {
+            name: session.claim for name, session in self.by_name.items() if session.claim and not session.resting
+        }
         if writer is None or not claims:
             return
         held, lease = list(claims.values()), self.policy.lease
@@ -263,6 +331,26 @@ class Sessions:
                 session.renewed(renewed[name], asked, self.policy.lease, self.policy.margin)
             else:
                 await self.lose(session, "its claim has ended, or another worker has claimed it")
+
+    async def _wake(self, session: StreamSession) -> bool:
+        """Renew the claim of a stream that rests; if another worker has claimed it meanwhile, forget it: False."""
+        writer, claim, asked = self.writer, session.claim, self.runtime.clock()
+        if writer is None or claim is None:
+            return True
+        try:
+            renewed = await self.runtime.run("claims", lambda: writer.store.renew([claim], self.policy.lease))
+        except StoreDown as error:
+            writer.note_failure(error)
+            session.resting = False  # it only predicts, until `renew` succeeds
+            return True
+        if session.name in renewed:
+            session.renewed(renewed[session.name], asked, self.policy.lease, self.policy.margin)
+            return True
+        session.lost()
+        async with self.runtime.hold(session.name):
+            await self._forget(session)
+        self.runtime.events.add("released", "another worker claimed it while no request came here", session.name)
+        return False
 
     async def lose(self, session: StreamSession, why: str) -> None:
         """Forget a stream that another worker owns now; learning that is not stored is lost."""
@@ -342,7 +430,7 @@ class Sessions:
         self.runtime.events.add("deleted", "deleted, with its stored states", session.name)
 
     async def delete_stored(self, name: str) -> None:
-        """Delete the stored states of a stream that is not opened here."""
+        """Delete the stored states of a stream that is not opened here, or that cannot use them."""
         store = self.store
         if store is None or await self.runtime.run("claims", lambda: store.entry(name)) is None:
             raise UnknownStream(f"no stream {name!r}")
@@ -350,6 +438,9 @@ class Sessions:
         if claim is None:
             raise NotOwner(f"stream {name!r} cannot be deleted here: another worker owns it. Ask its owner, or wait")
         await self.runtime.run("claims", lambda: store.delete(claim))
+        if (session := self.by_name.get(name)) is not None:
+            async with self.runtime.hold(name):
+                await self._forget(session)
         self.runtime.events.add("deleted", "deleted, with its stored states", name)
 
     async def claim_anew(self, session: StreamSession) -> None:

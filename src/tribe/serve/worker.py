@@ -32,7 +32,7 @@ from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
 
 Outcome = InferResult | Exception
-STATES = ("learning", "frozen", "followed", "unreachable", "lease", "lag")
+STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "resting", "lease", "lag")
 log = logging.getLogger("tribe.serve")
 
 
@@ -75,6 +75,7 @@ class Worker:
         if self.store is not None:
             chores += [(self.write_round, self.policy.write_every), (self.sessions.renew, self.policy.renew)]
         self._chores = [asyncio.get_running_loop().create_task(self._repeat(*chore)) for chore in chores]
+        self.runtime.start(self.sessions.check_stored())
 
     async def _repeat(self, chore: Callable[[], Any], every: float) -> None:
         loop = asyncio.get_running_loop()
@@ -349,6 +350,8 @@ class Worker:
         """Return one of `STATES`; lease and lag say why it does not learn."""
         if session.role != "owned":
             return session.role
+        if session.resting:
+            return "resting"
         return "frozen" if session.report.get("frozen") else self.sessions.blocked(session.name) or "learning"
 
     async def stored(self, prefix: str = "", after: str = "") -> list[str]:
@@ -383,7 +386,7 @@ class Worker:
             gauge("tribe_learning_backlog", "Requests that were answered and not learned yet.", backlog),
             gauge("tribe_learning_backlog_bytes", "Bytes of their images.", scheduler.backlog_bytes),
             gauge("tribe_persist_lag_seconds", "Age of the oldest step that is not stored.", lag),
-            gauge("tribe_alarms", "Streams that have an alarm now.", alarms, "kind"),
+            gauge("tribe_streams_alarmed", "Streams that have an alarm now.", alarms, "kind"),
             gauge("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason", CounterMetricFamily),
             gauge("tribe_unlearned_images_total", unlearned, scheduler.only_predicted, kind=CounterMetricFamily),
         ]

@@ -5,18 +5,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import custom_network, method_name
+from tribe.cli.custom import custom_network, is_untrained, method_name
 from tribe.cli.options import Device, Model, Weights, parse_overrides
-from tribe.cli.output import messages, print_message
+from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
+from tribe.data.images import image_size, is_image_file, read_images
 
 DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
+MOST_CLEAN = 1000  # clean images that a guard is fitted to; a few hundred are enough
 SHOWN = 10  # names of streams in a message
-PARTS = "server", "policy", "limits"  # components of --set, beside the method
+PARTS = "server", "policy", "limits", "guard"  # components of --set, beside the method
+UNTRAINED = (
+    "{} gives other weights each time that it is called, so these are random, not trained: predictions mean nothing. "
+    "--weights FILE takes the trained ones, or let it load them itself"
+)
 NO_TOKENS = (
     "it listens beyond this machine and has no tokens, as limits.open says: everybody who reaches it may do "
     "everything. --tokens FILE says who may do what"
@@ -24,7 +30,10 @@ NO_TOKENS = (
 
 MethodName = Annotated[
     str,
-    typer.Option(help="How it adapts: a name (`tribe list methods`) or file.py:Class; tribe+time adds a time filter."),
+    typer.Option(
+        help="How it adapts: a name (`tribe list methods`) or file.py:Class; tribe+time adds a time filter, "
+        "tribe+guard+time also a guard."
+    ),
 ]
 Data = Annotated[
     str | None,
@@ -38,7 +47,8 @@ Settings = Annotated[
         "--set",
         help="A field of the method (tribe.gamma=0.1), of the server (server.name=cam, server.shape=3,32,32, "
         "server.host_names=cameras.example), of its "
-        "policy (policy.deadline=0.2) or its limits (limits.body=67108864), see docs/serving.md. Repeatable.",
+        "policy (policy.deadline=0.2), its limits (limits.body=67108864) or its guard (guard.lean_half=0.04, or "
+        "guard.images=FOLDER: clean images to fit it to), see docs/serving.md. Repeatable.",
     ),
 ]
 Health = Annotated[
@@ -93,7 +103,7 @@ def serve(
             "name": model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
             "shape": image_shape,
             "data": data,
-            "guard": guard,
+            "guard": _guard(net, chosen, guard, fields["guard"], image_shape),
             "health": False if health is None else health,
             "policy": _build(Policy, "policy", fields["policy"]),
             "host": host,
@@ -122,6 +132,35 @@ def serve(
     typer.echo("stopped" if data is None else "stopped; every stream is stored")
 
 
+def _guard(
+    net: nn.Module, method: str, guard: bool, fields: dict[str, Any], shape: tuple[int, ...] | None
+) -> bool | tribe.Guard:
+    """Return the guard of --guard, with the fields of --set guard.X; ``guard.images`` are clean images to fit it to."""
+    if not fields:
+        return guard
+    if not guard:
+        raise ValueError(f"--set guard.{next(iter(fields))} needs --guard")
+    place = fields.pop("images", None)
+    unfit: tribe.Guard = _build(tribe.Guard, "guard", fields)  # refuses wrong fields before images are read
+    if place is None:
+        return unfit
+    made = tribe.Guard.fitted(net, _clean_images(Path(str(place)), shape), method, **fields)
+    single = "" if made.lean_single is None else f" --set guard.lean_single={made.lean_single}"
+    note(f"the guard was fitted: --set guard.lean_half={made.lean_half}{single} says the same")
+    return made
+
+
+def _clean_images(folder: Path, shape: tuple[int, ...] | None) -> Tensor:
+    """Return pictures of one size in a folder and its folders, evenly of all: (N, C, H, W) in [0, 1]."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and is_image_file(path.name)]
+    paths = paths[:: -(-len(paths) // MOST_CLEAN) or 1]
+    size = image_size(paths[0]) if paths else None
+    if size is None:
+        raise ValueError(f"--set guard.images={folder}: no pictures are there; expected a folder of clean images")
+    images = read_images(paths, size, hint="clean images have the size that the network takes", workers=None)
+    return images.mean(1, keepdim=True) if shape is not None and shape[0] == 1 else images
+
+
 def _build(kind: type[Any], part: str, fields: dict[str, Any]) -> Any:
     if unknown := sorted(fields.keys() - kind.__dataclass_fields__.keys()):
         raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(kind.__dataclass_fields__)}")
@@ -147,7 +186,10 @@ def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any
 def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
     """Return the network, and the shape of its images where its design fixes it."""
     if ":" in name:
-        return custom_network(name, weights), None
+        net = custom_network(name, weights)
+        if weights is None and is_untrained(name, net):
+            print_message("warning", UNTRAINED.format(name))
+        return net, None
     if name.startswith(("timm/", "torchvision/")):
         net = tribe.models.create(name, pretrained=weights is None)
         return net if weights is None else tribe.models.load(net, weights), None

@@ -16,6 +16,7 @@ Redis Cluster is not supported: a script there reaches one shard only.
 
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ REASONS = {  # the package's name of an error, and what it means
     "TimeoutError": "it does not answer. Check the server and the network",
     "RedisError": "it refuses a command",
 }
+log = logging.getLogger("tribe.serve")
 DISK = "MISCONF"  # the first word of an error of a server that cannot write to its disk
 
 # -- scripts -----------------------------------------------------------------------------------------------------------
@@ -301,7 +303,7 @@ class RedisStore(StreamStore):
         return "" if self._now is None else repr(float(self._now()))
 
     def _prepare(self) -> None:
-        """Check that the server answers, that its data is of this version, and that it does not remove keys."""
+        """Check that the server answers, that its data is of this version, and that it does not remove or lose keys."""
         with self._explained():
             self._client.set(f"{self._prefix}schema", SCHEMA, nx=True)
             schema = self._client.get(f"{self._prefix}schema")
@@ -315,6 +317,14 @@ class RedisStore(StreamStore):
                     f"{self.place} removes keys when its memory is full (maxmemory-policy "
                     f"{memory['maxmemory_policy']}), so states would be lost: set maxmemory-policy noeviction"
                 )
+
+        with self._explained(), not_allowed:
+            kept = self._client.config_get("save", "appendonly")
+            if not kept.get("save") and kept.get("appendonly") == "no":
+                words = (
+                    "%s keeps nothing on a disk (save is empty, appendonly is no): when it restarts it is empty, and"
+                )
+                log.warning(f"{words} all streams begin anew. Set appendonly yes, see docs/serving.md", self.place)
 
     def _run(self, name: str, keys: Sequence[str], *values: Any) -> Any:
         with self._explained():
