@@ -14,7 +14,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 pytest.importorskip("mkdocs", reason="needs the extra docs: pip install '.[docs]'")
 pytest.importorskip("onnxruntime", reason="needs the extra onnx: pip install '.[onnx]'")
 
-from browsers import CONTRASTS, needs_chromium, started_chromium
+from browsers import CONTRASTS, PATIENCE, needs_chromium, started_chromium
 from tribe.onnx import Session
 from website import playing
 
@@ -43,6 +43,7 @@ def visit(browser, site):
         url = url or (site / "play.html").as_uri()
         size = {"width": width, "height": 900}
         context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")  # it does not start
+        context.set_default_timeout(10 * PATIENCE)  # hundreds of digits on a busy machine
         contexts.append(context)
         page = context.new_page()
         origin = url.removesuffix("play.html")
