@@ -94,8 +94,9 @@ class Service:
     ) -> None:
         self.worker, self.access, self.limits = worker, access or Access(), limits or Limits()
         pixels, total = self.limits.pixels, self.limits.request_pixels
-        sizes = {"most_pixels": pixels, "request_pixels": total}
-        self.model = dataclasses.replace(model, **sizes, any_range=self.limits.any_range)
+        self.model = dataclasses.replace(
+            model, most_pixels=pixels, request_pixels=total, any_range=self.limits.any_range
+        )
         least = math.prod(size or 1 for size in model.shape[1:])
         words = f"an image of the model has {least:,} pixels, and limits.pixels and limits.request_pixels allow as many"
         require(least <= min(pixels, total), words, (pixels, total))

@@ -309,9 +309,9 @@ class Sessions:
         A stream whose claim is lost is dropped; its next request looks it up.
         """
         writer, asked = self.writer, self.runtime.clock()
-        for session in self.by_name.values():
-            idle = asked - session.used > self.policy.rest and not session.changed
-            session.resting = session.claim is not None and idle and not self.runtime.scheduler.unlearned(session.name)
+        for each in self.by_name.values():
+            idle = asked - each.used > self.policy.rest and not each.changed
+            each.resting = each.claim is not None and idle and not self.runtime.scheduler.unlearned(each.name)
         claims = {
             name: session.claim for name, session in self.by_name.items() if session.claim and not session.resting
         }
