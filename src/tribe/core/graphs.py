@@ -15,7 +15,7 @@ functions before and after the decision through `segment`, and each of them is c
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map_only
 from tribe.core import kernels
 from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
+from tribe.core.context import hold
 from tribe.core.kernels import Switch
 from tribe.core.precision import deterministic
 from tribe.core.state import clone, copy_missing, flatten, leaves
@@ -274,14 +275,9 @@ def segment(work: Callable[..., T], *args: Any) -> T:
     return work(*args) if run is None else run(work, args)
 
 
-@contextlib.contextmanager
-def run_segments_with(runner: SegmentRunner) -> Iterator[None]:
+def run_segments_with(runner: SegmentRunner) -> contextlib.AbstractContextManager[None]:
     """Run segments with this function; stop on exit."""
-    token = _segment_runner.set(runner)
-    try:
-        yield
-    finally:
-        _segment_runner.reset(token)
+    return hold(_segment_runner, runner)
 
 
 class SideStream:

@@ -7,8 +7,8 @@ the only dynamic scope in the library that arguments travel through.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from tribe.core.context import hold
 from tribe.core.moments import Epilogue, accumulation_dtype, fold, normalise, observe, observe_samples, scale_and_shift
 from tribe.core.rules import Norm, PerBatch, Recorded
 from tribe.core.state import Stats, tree_map
@@ -57,14 +58,9 @@ SourcePass = Callable[[int, SlotHook | None], Pass]  # of so many images, with t
 current_pass: ContextVar[Pass | None] = ContextVar("tribe_pass", default=None)
 
 
-@contextmanager
-def set_current_pass(current: Pass) -> Iterator[None]:
+def set_current_pass(current: Pass) -> AbstractContextManager[None]:
     """Set the current pass; clear it on exit."""
-    token = current_pass.set(current)
-    try:
-        yield
-    finally:
-        current_pass.reset(token)
+    return hold(current_pass, current)
 
 
 class Slot(nn.Module, ABC):

@@ -5,8 +5,7 @@ of z and of z * z over the pixels of an image are, without cancellation, what `B
 layer returns scale * z + shift.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
+from tribe.core.context import hold
 from tribe.core.placement import replace_module
 from tribe.core.slots import StatisticsSlot
 from tribe.onnx.states import ModelFileError
@@ -30,16 +30,6 @@ class Values(NamedTuple):
 
 
 _values: ContextVar[Values] = ContextVar("tribe_onnx_values")
-
-
-@contextmanager
-def set_values(values: Values) -> Iterator[None]:
-    """Set the values of the layers; clear them on exit."""
-    token = _values.set(values)
-    try:
-        yield
-    finally:
-        _values.reset(token)
 
 
 class RecordingNorm(nn.Module):
@@ -102,15 +92,13 @@ class RecordingNetwork(nn.Module):
     def forward(self, x: Tensor, scale: Tensor, shift: Tensor, chosen: Tensor | None) -> tuple[Tensor, Any]:
         """Return the logits (N, K), and by layer what was recorded; scale and shift (C,)."""
         values = Values(x.shape[0], scale.split(self.widths), shift.split(self.widths), chosen, {})
-        with set_values(values):
+        with hold(_values, values):
             result = self.model(x)
         logits = getattr(result, "logits", result)
         return logits if self.outputs is None else logits.index_select(1, self.outputs), values.recorded
 
 
-@contextmanager
-def constant_values(network: RecordingNetwork, images: int = 0) -> Iterator[None]:
+def constant_values(network: RecordingNetwork, images: int = 0) -> AbstractContextManager[None]:
     """Set scales of 1 and shifts of 0, for a layer that is tried alone."""
     ones = tuple(torch.ones(width) for width in network.widths)
-    with set_values(Values(images, ones, tuple(t - 1 for t in ones), None, {})):
-        yield
+    return hold(_values, Values(images, ones, tuple(t - 1 for t in ones), None, {}))
