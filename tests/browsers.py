@@ -23,6 +23,31 @@ def started_chromium():
         started.close()
 
 
+@contextlib.contextmanager
+def watched_pages(browser):
+    """Yield a function that opens an empty page; a request to another place, and any complaint, fails the test.
+
+    ``own``: how addresses that may be asked begin; ``complains``: which messages on the console count.
+    """
+    contexts, complaints = [], []
+
+    def open_page(own, complains=lambda message: True, patience=None, **options):
+        context = browser.new_context(**options)
+        contexts.append(context)
+        if patience is not None:
+            context.set_default_timeout(patience)
+        page = context.new_page()
+        page.on("request", lambda request: request.url.startswith(own) or complaints.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text) if complains(message) else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert not complaints
+
+
 # Of every visible text: its colour and what is behind it, all tints laid over each other.
 CONTRASTS = """() => {
   const parse = (words) => {

@@ -11,7 +11,7 @@ from playwright.sync_api import expect
 from small_server import serving, small_fleet, token
 
 import tribe
-from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium
+from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium, watched_pages
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
 from tribe.serve.store.sqlite import SqliteStore
@@ -54,32 +54,22 @@ def browser():
 @pytest.fixture
 def visit(browser):
     """Open a page; a request to another place, and any complaint of the browser, fails the test."""
-    contexts, complaints = [], []
+    with watched_pages(browser) as open_page:
 
-    def go(url, size="desktop", scheme="light", prepare=lambda page: None, expected=()):
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        contexts.append(context)
-        context.set_default_timeout(PATIENCE)
-        page = context.new_page()
-        own = (url, f"blob:{url}", "data:")
-        page.on("request", lambda request: request.url.startswith(own) or complaints.append(request.url))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        def go(url, size="desktop", scheme="light", prepare=lambda page: None, expected=()):
+            width, height = SIZES[size]
+            known = ("ERR_CONNECTION_REFUSED", *expected)  # an open page asks a server that the test has ended
 
-        def complain(message):
-            stopped = "ERR_CONNECTION_REFUSED"  # a page that is still open asks a server that the test has ended
-            if message.type == "error" and not any(words in message.text for words in (stopped, *expected)):
-                complaints.append(message.text)
+            def complains(message):
+                return message.type == "error" and not any(words in message.text for words in known)
 
-        page.on("console", complain)
-        prepare(page)
-        page.goto(url)
-        return page
+            looks = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+            page = open_page((url, f"blob:{url}", "data:"), complains, PATIENCE, **looks)
+            prepare(page)
+            page.goto(url)
+            return page
 
-    yield go
-    for context in contexts:
-        context.close()
-    assert not complaints
+        yield go
 
 
 def row(page, name):

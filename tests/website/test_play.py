@@ -14,7 +14,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 pytest.importorskip("mkdocs", reason="needs the extra docs: pip install '.[docs]'")
 pytest.importorskip("onnxruntime", reason="needs the extra onnx: pip install '.[onnx]'")
 
-from browsers import CONTRASTS, PATIENCE, needs_chromium, started_chromium
+from browsers import CONTRASTS, PATIENCE, needs_chromium, started_chromium, watched_pages
 from tribe.onnx import Session
 from website import playing
 
@@ -37,28 +37,20 @@ def browser():
 @pytest.fixture
 def visit(browser, site):
     """Open the page as a file, paused; whatever it asks of a network or complains about fails the test."""
-    contexts, complaints = [], []
+    with watched_pages(browser) as open_page:
 
-    def go(width=1440, scheme="light", url=None):
-        url = url or (site / "play.html").as_uri()
-        size = {"width": width, "height": 900}
-        context = browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce")  # it does not start
-        context.set_default_timeout(10 * PATIENCE)  # hundreds of digits on a busy machine
-        contexts.append(context)
-        page = context.new_page()
-        origin = url.removesuffix("play.html")
-        page.on("request", lambda r: r.url.startswith((origin, "data:", "blob:")) or complaints.append(r.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(url)
-        page.wait_for_selector(READY)
-        page.select_option("#pace", "0")
-        return page
+        def go(width=1440, scheme="light", url=None):
+            url = url or (site / "play.html").as_uri()
+            own = (url.removesuffix("play.html"), "data:", "blob:")
+            looks = {"viewport": {"width": width, "height": 900}, "color_scheme": scheme}
+            patience = 10 * PATIENCE  # hundreds of digits on a busy machine
+            page = open_page(own, patience=patience, reduced_motion="reduce", **looks)  # it does not start
+            page.goto(url)
+            page.wait_for_selector(READY)
+            page.select_option("#pace", "0")
+            return page
 
-    yield go
-    for context in contexts:
-        context.close()
-    assert not complaints
+        yield go
 
 
 def seen(page):

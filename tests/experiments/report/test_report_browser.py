@@ -6,7 +6,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 
 from test_report import keep, record
 
-from browsers import CONTRASTS, SIZES, needs_chromium, started_chromium
+from browsers import CONTRASTS, SIZES, needs_chromium, started_chromium, watched_pages
 from tribe.experiments import report
 
 pytestmark = needs_chromium
@@ -40,23 +40,16 @@ def browser():
 @pytest.fixture
 def visit(browser, url):
     """Open the page; whatever it asks of a network or complains about fails the test."""
-    contexts, complaints = [], []
+    with watched_pages(browser) as open_page:
 
-    def go(size="desktop", scheme="light", **options):
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.on("request", lambda request: request.url.startswith((url, "data:")) or complaints.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.goto(url)
-        return page
+        def go(size="desktop", scheme="light", **options):
+            width, height = SIZES[size]
+            looks = {"viewport": {"width": width, "height": height}, "color_scheme": scheme}
+            page = open_page((url, "data:"), **looks, **options)
+            page.goto(url)
+            return page
 
-    yield go
-    for context in contexts:
-        context.close()
-    assert not complaints
+        yield go
 
 
 def unfold_all(page):
