@@ -9,6 +9,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.placement import by_reason
 
+MOST_UNIT = 2  # an image without negative values that exceeds it was not meant to lie in [0, 1]
 TOLERANCE = 1e-3  # how far values may leave [0, 1] without a warning
 LIMIT = 1e6  # far above any image, 0 to 255 included; far below where sums of squares overflow in float32
 PROBABILITIES = (
@@ -158,12 +160,17 @@ def in_range(x: Tensor) -> bool:
     return low >= -TOLERANCE and high <= 1 + TOLERANCE
 
 
+def looks_like_bytes(low: Any, high: Any) -> Any:
+    """Return whether images of floating point with these least and largest values look like 0 to 255."""
+    return (low >= 0) & (high > MOST_UNIT)
+
+
 def warn_of_range(x: Tensor) -> bool:
     """Warn of finite values outside [0, 1]; return whether there were any."""
     if in_range(x):
         return False
     low, high = (v.item() for v in x.aminmax())
-    if high > 2 and low >= 0:
+    if looks_like_bytes(low, high):
         cause = "they look like 0 to 255: divide by 255"
     elif low < 0:
         cause = (

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tribe._version import __version__
+from tribe.core.validation import looks_like_bytes
 from tribe.serve.errors import BadInput, BadRequest, NotFound, TooLarge
 from tribe.streams.names import check_request_id, check_stream_name
 
@@ -28,7 +29,6 @@ VERSION = "1"  # of the model, in the protocol's sense: the server has one
 INPUT = "images"  # the name of the only input
 MAX_JSON = 8 * 2**20  # bytes: parsing more would delay other requests
 MAX_HEAD = 2**16  # bytes of JSON beside the numbers of the images
-MOST_FLOAT = 2  # a floating point image without negative values that exceeds it is taken for one of 0 to 255
 MAX_DIMENSIONS = 8  # of a shape
 MAX_NUMBERS, MAX_ANSWER_NUMBERS = 2**20, 2**18  # that are not sent as bytes: in a request, in an answer
 DATATYPES = {
@@ -96,7 +96,7 @@ class ModelInfo:
         if self.any_range:
             return
         low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
-        wrong = (low >= 0) & (high > MOST_FLOAT) & (high <= 2**16)
+        wrong = looks_like_bytes(low, high) & (high <= 2**16)
         if bool(wrong.any()):
             i = int(wrong.nonzero()[0])
             words = f"image {i} has floating point values up to {high[i].item():.4g}; expected [0, 1]: divide by 255"
