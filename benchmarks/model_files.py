@@ -1,4 +1,6 @@
-"""What a model file costs beside plain inference, and what its smaller forms lose: `python -m benchmarks.model_files`.
+"""Measure what a model file costs beside plain inference, and what its smaller forms lose.
+
+``python -m benchmarks.model_files``
 
 ONNX Runtime with one thread runs plain inference and the file in turn, and torch its own plain inference; ratios of
 medians of the processor's time, so other programs matter little. With --data the errors on CIFAR-10-C, too: 15

@@ -1,4 +1,4 @@
-"""What methods cost beside plain inference: measured once on a network, kept beside the results, and used again."""
+"""Measure what methods cost beside plain inference, once for a network, and keep it beside the results."""
 
 import json
 import statistics

@@ -1,11 +1,13 @@
 """Follow the stream at several speeds at once, and predict with the mixture that foresees it best: a bank of speeds.
 
-Beyond the paper. One pass a batch, no gradient: what a step costs beside plain inference is the moments of each layer.
-Per batch:
+Beyond the paper. One pass a batch, no gradient: what a step costs beside plain inference is the moments of each layer,
+and the few images that pass twice. Per batch:
 
     predict     with the mixture of the source's statistics and those of every speed, from before this batch
     score       each speed by how well its pooled statistics foresaw the moments of this batch, in the same pass
     update      Balanced BN at every speed, with the labels just predicted
+    compare     some predictions with the source's, which takes over where it is better: `tribe.methods.probing`
+    look again  at the images after a change, with the source and at places that are known: `tribe.methods.places`
 
 The score of a speed is the Gaussian negative log-likelihood of each image's moments (mean, var) in each channel,
 

@@ -9,7 +9,7 @@ logits = session(images)                  # (N, 3, 32, 32) float32 in [0, 1]: pr
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tribe.onnx.session import Session, StreamReport, StreamSnapshot
+from tribe.onnx.session import Session, StreamSnapshot, StreamSummary
 from tribe.onnx.states import ModelFileError
 from tribe.onnx.triton import write_triton
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tribe.onnx.exporting import export
     from tribe.onnx.quantizing import quantize
 
-__all__ = ["ModelFileError", "Session", "StreamReport", "StreamSnapshot", "export", "quantize", "write_triton"]
+__all__ = ["ModelFileError", "Session", "StreamSnapshot", "StreamSummary", "export", "quantize", "write_triton"]
 
 
 if not TYPE_CHECKING:

@@ -38,7 +38,7 @@ INSTEAD = "tribe.onnx.export(net, ...), or an adapter of tribe.adapt(net, 'bank'
 ALONE = "export a bank without it"
 
 
-class Source(NamedTuple):
+class ExportParts(NamedTuple):
     """The parts of a model file."""
 
     net: Backbone
@@ -108,7 +108,7 @@ def export(
     write_atomically(path, proto.SerializeToString())
 
 
-def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]) -> Source:
+def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]) -> ExportParts:
     """Return the parts of a model file, or say why there can be none."""
     if isinstance(model, Adapter):
         if fields or time is not None:
@@ -116,13 +116,13 @@ def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]
         _check_method(model.method)
         if model.streams != 1:
             raise ModelFileError(f"a model file has one stream, and this adapter {model.streams}; a session has many")
-        source = Source(model.net, model.method, model.snapshot().state, model.info[0].frozen)
+        source = ExportParts(model.net, model.method, model.snapshot().state, model.info[0].frozen)
     else:
         net = backbone_for(model, "bank")
         method = build_method(net, "bank", time, None, {"compare": 0, **fields})
         check_network(net, method)
         _check_method(method)
-        source = Source(net, method, method.init(net), False)
+        source = ExportParts(net, method, method.init(net), False)
     net = source.net
     if not net.has_statistics:
         raise ModelFileError(
@@ -153,7 +153,7 @@ def _check_method(method: AnyMethod) -> None:
         raise ModelFileError(f"the time filter {parts.filter!r} cannot be in a model file; time='auto' can")
 
 
-def _example(source: Source, shape: Sequence[int], uint8: bool) -> Tensor:
+def _example(source: ExportParts, shape: Sequence[int], uint8: bool) -> Tensor:
     """Return images for tracing, and check that the network takes them."""
     if len(shape) != 3 or not all(is_whole(size, least=1) for size in shape):
         raise ValueError(f"shape is that of an image, (C, H, W); got {tuple(shape)}")
@@ -205,7 +205,7 @@ def _trace(graph: ModelGraph, given: tuple[Tensor, ...], opset: int) -> Any:
 
 
 def _metadata(
-    source: Source, shape: Sequence[int], options: Options, moving: list[str], first: Mapping[str, Tensor]
+    source: ExportParts, shape: Sequence[int], options: Options, moving: list[str], first: Mapping[str, Tensor]
 ) -> dict[str, str]:
     """Return what a session reads: a header as JSON, and the first state as safetensors."""
     header = {
@@ -231,7 +231,7 @@ def _metadata(
     return {"tribe.format": FORMAT, "tribe.header": json.dumps(header), "tribe.start": start}
 
 
-def _described(source: Source) -> dict[str, list[Any]]:
+def _described(source: ExportParts) -> dict[str, list[Any]]:
     """Return the type and the bounds of every tensor of a state."""
     described = {}
     for name, t, bounds in bounded(source.state, source.bank.class_count):

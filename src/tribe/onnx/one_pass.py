@@ -1,6 +1,7 @@
 """The one pass of `bank` with compare=0, as plain tensor arithmetic that a model file can hold.
 
-It is `tribe.methods.bank` for a single stream, without branches on values. tests/onnx hold it against the library.
+It is `tribe.methods.bank` for a single stream, without branches on values. tests/model_files holds it against
+the library.
 """
 
 import math

@@ -35,7 +35,7 @@ class Held:
         return copies
 
 
-class Runner:
+class ModelRunner:
     """A model in ONNX Runtime, perhaps tuned for this machine: see `tribe.onnx.tuning`."""
 
     def __init__(self, path: str | PathLike[str], threads: int | None, providers: list[str] | None) -> None:
@@ -63,12 +63,12 @@ class Runner:
 
         return onnxruntime.InferenceSession(model, self.options, providers=self.providers)
 
-    def tuned(self, path: str | PathLike[str]) -> "Runner":
+    def tuned(self, path: str | PathLike[str]) -> "ModelRunner":
         """Return the same for the processor of this machine."""
         from tribe.onnx.tuning import tune
 
         made = tune(path)
-        faster = object.__new__(Runner)
+        faster = object.__new__(ModelRunner)
         faster.options, faster.providers, faster.metadata = self.options, self.providers, self.metadata
         faster.model, faster.outputs = self._opened(made.model), self.outputs
         faster.folding = None if made.folding is None else self._opened(made.folding)
@@ -105,7 +105,7 @@ class Runner:
         names = [output.name for output in self.folding.get_outputs()]
         return dict(zip(names, self.folding.run_with_ort_values(names, feeds), strict=True))
 
-    def agrees(self, other: "Runner", held: Held, given: Mapping[str, Array]) -> bool:
+    def agrees(self, other: "ModelRunner", held: Held, given: Mapping[str, Array]) -> bool:
         """Return whether another runner computes the same."""
         (logits, state), (others, after) = self.step(held, given), other.step(Held(held.values), given)
         pairs = [(logits[name], others[name]) for name in logits]

@@ -13,7 +13,7 @@ from safetensors.numpy import load as load_tensors
 
 from tribe.io import json_files
 from tribe.onnx import states
-from tribe.onnx.running import Array, Held, Runner
+from tribe.onnx.running import Array, Held, ModelRunner
 from tribe.onnx.states import FORMAT, ModelFileError, State, StateHeader
 
 HEADER = {  # of a model file
@@ -23,8 +23,8 @@ HEADER = {  # of a model file
 }
 
 
-class StreamReport(NamedTuple):
-    """What a stream of a session has seen."""
+class StreamSummary(NamedTuple):
+    """The images that a stream of a session has seen."""
 
     images: int  # learned from so far
     skipped: int  # bad, or whose output was not finite
@@ -68,8 +68,8 @@ class Session:
         tune: bool = False,
     ) -> None:
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no model file at {path}")
-        self._runner = Runner(path, threads, providers)
+            raise FileNotFoundError(f"no model file at {path}")
+        self._runner = ModelRunner(path, threads, providers)
         metadata = self._runner.metadata
         if metadata.get("tribe.format") != FORMAT:
             raise ModelFileError(f"{path} is an ONNX file that tribe.onnx.export did not write")
@@ -88,7 +88,7 @@ class Session:
         if tune:
             self._runner = self._tuned(path)
 
-    def _tuned(self, path: str | PathLike[str]) -> Runner:
+    def _tuned(self, path: str | PathLike[str]) -> ModelRunner:
         """Return a runner for the processor of this machine, if it computes the same of noise."""
         faster, draw, shape = self._runner.tuned(path), np.random.default_rng(0), self.header["shape"]
         for count in (1, 2 * self.header["fields"]["observe"] + 1):
@@ -172,14 +172,14 @@ class Session:
         """Return a copy of a stream's state, by the names of the library's."""
         return self._entry(stream).held.arrays()
 
-    def info(self, stream: str = "default") -> StreamReport:
+    def info(self, stream: str = "default") -> StreamSummary:
         """Return what a stream has seen."""
         entry = self._entry(stream)
         held, at = entry.held, self._prefix
         images, skipped, steps = (
             int(held.array(at + name)[0]) for name in ("info.images", "info.skipped", "key.clock")
         )
-        return StreamReport(images, skipped, steps, float(held.array(f"{at}info.entropy")[0]), entry.frozen)
+        return StreamSummary(images, skipped, steps, float(held.array(f"{at}info.entropy")[0]), entry.frozen)
 
     def freeze(self, stream: str = "default") -> Self:
         """Stop adapting a stream: only predict."""

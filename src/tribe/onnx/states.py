@@ -25,7 +25,7 @@ class ModelFileError(ValueError):
 
 
 class StateHeader(NamedTuple):
-    """What a state file says beside its tensors."""
+    """The header of a state file."""
 
     method: str
     fields: dict[str, Any]
@@ -47,7 +47,7 @@ def write(path: str | PathLike[str], header: StateHeader, state: Mapping[str, "n
 def read(path: str | PathLike[str]) -> tuple[StateHeader, State]:
     """Return the header and the tensors of a state file; a `ModelFileError` says why it cannot be read."""
     if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no tribe state file at {path}")
+        raise FileNotFoundError(f"no tribe state file at {path}")
     data = Path(path).read_bytes()
     try:
         state = load(data)

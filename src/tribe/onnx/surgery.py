@@ -120,7 +120,7 @@ def translations() -> dict[Any, Any]:
     op: Any = opset18
 
     def cummax(x: Any, dim: int) -> Any:
-        """Return the largest number so far along the last axis; where it is, which nobody asks for, is not known."""
+        """Return the largest number so far along the last axis, without its place, which nothing here reads."""
         size = op.Shape(x, start=-1)
         before = op.Trilu(op.Expand(op.CastLike(1, x), op.Concat(size, size, axis=0)), upper=0)
         least = op.ReduceMin(x, keepdims=1)

@@ -31,7 +31,7 @@ GIVEN = ("net.x", "net.scale", "net.shift", "net.chosen")  # what a network is g
 MADE = ("net.logits", "net.moments")  # and what it returns
 
 
-class Norm(NamedTuple):
+class FoldableNorm(NamedTuple):
     """A normalisation after a convolution."""
 
     node: int  # its place among the nodes
@@ -137,7 +137,7 @@ def _parts(nodes: Sequence[Any], name: str) -> list[str]:
 
 def _norms(
     nodes: Sequence[Any], inner: set[int], given: Collection[str], parts: dict[str, list[str]], initializers: Any
-) -> list[Norm]:
+) -> list[FoldableNorm]:
     """Return the normalisations whose input is a convolution that nothing else but the moments reads."""
     from onnx import numpy_helper
 
@@ -154,7 +154,7 @@ def _norms(
         bias = values.get(nodes[convolution].input[2]) if len(nodes[convolution].input) > 2 else None
         if bias is not None and forward.count(node.input[0]) == 1:
             k = scales.index(node.input[1])
-            found.append(Norm(i, convolution, numpy_helper.to_array(bias), scales[k], shifts[k]))
+            found.append(FoldableNorm(i, convolution, numpy_helper.to_array(bias), scales[k], shifts[k]))
     return found
 
 
@@ -172,11 +172,11 @@ def _constant(name: str, values: Any) -> Any:
     return numpy_helper.from_array(np.ascontiguousarray(values), name)
 
 
-def _placeholder(k: int, norm: Norm) -> Any:
+def _placeholder(k: int, norm: FoldableNorm) -> Any:
     return _constant(f"placeholder.{k}", np.full(len(norm.bias), MARK + k, np.float32))
 
 
-def _plain(nodes: Sequence[Any], norms: Sequence[Norm], given: Collection[str]) -> Piece:
+def _plain(nodes: Sequence[Any], norms: Sequence[FoldableNorm], given: Collection[str]) -> Piece:
     """Return the network without moments, with a placeholder in place of each normalisation."""
     kept = _copies(nodes, _ancestors(nodes, MADE[:1], given))
     constants = []
@@ -187,7 +187,7 @@ def _plain(nodes: Sequence[Any], norms: Sequence[Norm], given: Collection[str]) 
     return Piece(list(kept.values()), constants)
 
 
-def _observing(nodes: Sequence[Any], inner: set[int], norms: Sequence[Norm], given: Collection[str]) -> Piece:
+def _observing(nodes: Sequence[Any], inner: set[int], norms: Sequence[FoldableNorm], given: Collection[str]) -> Piece:
     """Return the network with the moments of all images, and a placeholder in place of each normalisation."""
     from onnx import helper
 
@@ -218,7 +218,9 @@ def _observing(nodes: Sequence[Any], inner: set[int], norms: Sequence[Norm], giv
     return Piece(result, constants)
 
 
-def _compiled(model: Any, piece: Piece, given: Collection[str], outputs: Sequence[str], norms: Sequence[Norm]) -> Piece:
+def _compiled(
+    model: Any, piece: Piece, given: Collection[str], outputs: Sequence[str], norms: Sequence[FoldableNorm]
+) -> Piece:
     """Let the runtime optimise a network, then put values of the pass in place of the placeholders."""
     import onnx
     from onnx import TensorProto, helper, numpy_helper
@@ -271,7 +273,14 @@ def _compiled(model: Any, piece: Piece, given: Collection[str], outputs: Sequenc
 
 
 def _scaled(
-    node: Any, norm: Norm, weight: Any, shape: tuple[int, ...], rows: int, width: int, name: str, initializers: Any
+    node: Any,
+    norm: FoldableNorm,
+    weight: Any,
+    shape: tuple[int, ...],
+    rows: int,
+    width: int,
+    name: str,
+    initializers: Any,
 ) -> list[Any]:
     """Give a convolution scaled weights, or if it has none a scale alone; return the nodes that compute them.
 

@@ -192,7 +192,7 @@ class Access:
         return not self._principals
 
     def reload(self) -> str:
-        """Read the file of tokens again, and return in words what changed. A file that cannot be used changes nothing.
+        """Read the file of tokens again, and return in words what changed. A wrong file changes nothing.
 
         Tokens that stay keep what they have used and their streams; requests that have begun end as they began.
         """

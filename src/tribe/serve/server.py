@@ -101,7 +101,7 @@ class Listener:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve in this thread until SIGINT or SIGTERM; then finish what was begun, and store every stream.
 
-        SIGHUP reads the file of tokens again.         The process is the server's: see `shorten_collections`.
+        SIGHUP reads the file of tokens again. The process is the server's: see `shorten_collections`.
         """
         shorten_collections()
         loop = list[asyncio.AbstractEventLoop]()

@@ -110,7 +110,7 @@ def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool 
 
 def _give_back(store: StreamStore, claim: Claim) -> Mark | None:
     """Release a claim, and return the mark of the state that was stored under it."""
-    entry = store.entry(claim.stream)  # before: nobody else can write until then
+    entry = store.entry(claim.stream)  # before the release: until then no other worker writes
     store.release(claim)
     return None if entry is None else (entry.generation, entry.clock, entry.written)
 

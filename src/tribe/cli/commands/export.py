@@ -14,6 +14,7 @@ from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
 from tribe.cli.options import AsJson, Weights, parse_overrides, parse_shape
 from tribe.cli.output import messages, print_json, shown
+from tribe.data.models.weights import SHIPPED
 from tribe.io.files import check_file, check_folder
 from tribe.onnx import Session, export, quantize, write_triton
 from tribe.onnx.exporting import OPSET
@@ -102,17 +103,10 @@ def _network(target: str, weights: Path | None, shape: str | None) -> tuple[nn.M
         return custom_network(target, weights), parse_shape(shape)
     sizes = tribe.models.architecture(target).shape
     if weights is None:
-        weights = next((path for path in _shipped(target) if path.is_file()), None)
-        if weights is None:
+        weights = SHIPPED / f"{target}_mnist.safetensors"
+        if not weights.is_file():
             raise ValueError(f"{target} needs --weights FILE, a safetensors file or a state dict")
     net = tribe.models.load(target, weights)
     first = next((layer for layer in net.modules() if isinstance(layer, nn.Conv2d)), None)
     channels = sizes[0] if first is None else first.in_channels
     return net, (channels, *sizes[1:]) if shape is None else parse_shape(shape)
-
-
-def _shipped(target: str) -> list[Path]:
-    """Return where weights that come with the package may be."""
-    from tribe.data.models.weights import SHIPPED
-
-    return [SHIPPED / f"{target}_mnist.safetensors"]
