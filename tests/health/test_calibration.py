@@ -75,21 +75,29 @@ def test_a_file_holds_all_of_it(calibration, tmp_path):
 
 def test_another_network_or_method_is_refused(calibration, net):
     calibration.check(net)
-    calibration.check(net, tribe.methods.create("source"))
+    calibration.check_method("source")
     with pytest.raises(KnowledgeError, match=r"another network.*tribe source health"):
         calibration.check(Backbone(small_network()))
-    with pytest.raises(KnowledgeError, match=r"made with source; this stream adapts with bn.*--method bn"):
-        calibration.check(net, tribe.methods.create("bn"))
+    with pytest.raises(KnowledgeError, match=r"made with source; this stream answers by bn.*--method bn"):
+        tribe.adapt(net, "bn", health=calibration)
 
 
-def test_a_time_filter_is_left_out(calibration, net):
-    """Health is about the predictions before the filter, so an adapter with a filter takes the calibration."""
+def test_an_estimate_is_of_the_answers_that_are_delivered(calibration, net):
+    """A time filter changes answers, so a calibration without it is refused, and one with it estimates them."""
+    with pytest.raises(KnowledgeError, match=r"answers by source\+time"):
+        tribe.adapt(net, "source", time="auto", health=calibration)
     made = tribe.calibrate(net, *digits(0, COUNT), method="source+time", corruptions=NAMES, window=200)
-    assert made.method == "source"
-    assert all(map(torch.equal, made.estimator.model, calibration.estimator.model))
-    adapter = tribe.adapt(net, "source", time="auto", health=made)
-    adapter(digits(0, 20)[0])
-    assert adapter.health[0].accuracy is not None
+    assert made.method == "source+time"
+    images, labels = digits(1000, 200)
+    order = labels.argsort(stable=True)
+    x = tribe.corruptions.apply(images[order], "canny_edges", 5)
+    alone, filtered = tribe.adapt(net, "source", health=calibration), tribe.adapt(net, "source+time", health=made)
+    right = [(model(x).argmax(-1) == labels[order]).double().mean() for model in (alone, filtered)]
+    assert right[1] != right[0]
+    for model, share in zip((alone, filtered), right, strict=True):
+        health = model.health[0]
+        assert health.low <= share <= health.high
+        assert health.source_low <= right[0] <= health.source_high
 
 
 def test_files_that_hold_no_calibration_are_refused(calibration, tmp_path):
@@ -176,7 +184,8 @@ def test_the_command_writes_a_calibration(net):
     )
     assert report["spec"]["images"] == 200
     made = Calibration.load("health.safetensors")
-    made.check(net, tribe.methods.create("source"))
+    made.check(net)
+    made.check_method("source")
     assert made.accuracy == report["spec"]["accuracy"]
 
 
@@ -264,16 +273,16 @@ def test_a_guard_that_was_fitted_is_calibrated_with_its_method(net):
     with pytest.raises(TypeError, match="name"):
         tribe.calibrate(net, images, labels, method=3)
     made = tribe.calibrate(net, images, labels, method="bn+time", guard=guard, corruptions=NAMES, window=200)
-    assert made.method == "bn+guard"
+    assert made.method == "bn+guard+time"
     assert tribe.adapt(net, "bn", time="auto", guard=guard, health=made).health[0].alarms == ()
 
 
 def test_a_calibration_is_given_to_a_guard_in_the_name_of_a_method(calibration, net):
     """A method with a guard in its name refused ``health``."""
-    guarded = dataclasses.replace(calibration, method="source+guard")
+    guarded = dataclasses.replace(calibration, method="source+guard+time")
     fleet = tribe.fleet(net, "source+guard+time", health=guarded)
     assert fleet.method.name == "source+guard+time"
     assert fleet.method.guard.calibration is not None
     for again in ({"guard": True}, {"health": guarded, "calibration": guarded}):
         with pytest.raises(ValueError, match="already"):
-            tribe.fleet(net, "source+guard", **again)
+            tribe.fleet(net, "source+guard+time", **again)

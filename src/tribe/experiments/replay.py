@@ -59,6 +59,7 @@ def replay(
             seconds=record.seconds.clone(),
             spec=_spec(record, rule, spec),
             outputs=None,
+            watched=None,  # its estimates are of the answers before this filter
         )
         for record in records
     ]

@@ -11,9 +11,9 @@ over-confident in its own way: so an estimator belongs to one network and one me
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ from tribe.methods.building import build_method
 from tribe.registry import nearest
 
 NAME = "health"  # of the knowledge in a file
-MODEL = "model."  # begins the names of the estimator's tensors in a file
+PARTS = {"estimator": "model.", "source": "source."}  # how the names of an estimator's tensors in a file begin
+NUMBERS = tuple(field.name for field in fields(Estimator) if field.name not in ("model", "source"))
 ADVICE = "tribe source health --model ... --dataset ..."
 PROBE = 4  # one image in so many is also predicted by the source
 LEAST = 200  # images
@@ -58,7 +59,7 @@ class Calibration:
     """The result of a calibration. Files of source knowledge hold it."""
 
     estimator: Estimator
-    method: str  # the name of the method that played
+    method: str  # the name of what played: a method, with a guard that acts and a time filter; see `answers_by`
     network: str  # Backbone.fingerprint(exact=False)
     images: Count  # labelled images
     accuracy: Share  # of the source network on them
@@ -67,6 +68,8 @@ class Calibration:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.estimator.source is None:  # the method is the source, or nothing else is known
+            object.__setattr__(self, "estimator", replace(self.estimator, source=self.estimator))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a file, whole or not at all."""
@@ -76,9 +79,11 @@ class Calibration:
         """The calibration as source knowledge."""
         spec = {**vars(self), "corruptions": list(self.corruptions)}
         normal = spec.pop("normal")
-        spec["estimator"] = {name: value for name, value in vars(self.estimator).items() if name != "model"}
-        model = self.estimator.model._asdict()  # among the tensors: the digest covers them
-        tensors = normal._asdict() | {MODEL + name: t for name, t in model.items()}
+        tensors = normal._asdict()  # with the models: the digest covers them
+        for part, begin in PARTS.items():
+            estimator = self.estimator if part == "estimator" else cast(Estimator, self.estimator.source)
+            spec[part] = {name: getattr(estimator, name) for name in NUMBERS}
+            tensors |= {begin + name: t.clone() for name, t in estimator.model._asdict().items()}
         return Knowledge(NAME, tensors, spec.pop("network"), spec)
 
     @staticmethod
@@ -100,22 +105,25 @@ class Calibration:
             )
             raise KnowledgeError(message) from None
 
-    def check(self, net: Backbone, method: AnyMethod | None = None) -> None:
-        """Refuse a calibration of another network or, if a method is given, of another method."""
+    def check(self, net: Backbone) -> None:
+        """Refuse a calibration of another network."""
         if self.network != net.fingerprint(exact=False):
             raise KnowledgeError(
                 f"the calibration belongs to another network: its weights differ from this one's. Make it again: "
                 f"{ADVICE}"
             )
-        if method is not None and method.name != self.method:
+
+    def check_method(self, name: str) -> None:
+        """Refuse a calibration of another method, guard or filter: ``name`` is what `Pipeline.answers_by` returns."""
+        if name != self.method:
             raise KnowledgeError(
-                f"the calibration was made with {self.method}; this stream adapts with {method.name}, which is "
-                f"over-confident in its own way. Make it again: {ADVICE} --method {method.name}"
+                f"the calibration was made with {self.method}; this stream answers by {name}, which is over-confident "
+                f"in its own way. Make it again: {ADVICE} --method {name}"
             )
 
 
 SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file; the classes check the ranges
-    "estimator": {field.name: float for field in fields(Estimator) if field.name != "model"},
+    **{part: dict.fromkeys(NUMBERS, float) for part in PARTS},
     **{"method": str, "images": int, "accuracy": float, "corruptions": [str]},
 }
 
@@ -123,20 +131,27 @@ SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file; the cl
 def _decode(known: Knowledge) -> Calibration:
     """The calibration in source knowledge; ValueError if there is none."""
     spec = check(dict(known.spec), SCHEMA, "its header")
-    features, points = len(Features._fields), known.tensors.get(f"{MODEL}weights", torch.empty(0)).numel()
-    of_model = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
-    shapes = {"quantiles": (spec["estimator"]["classes"], LEVELS), "tolerance": ()}
-    shapes |= {MODEL + name: shape for name, shape in zip(GaussianProcess._fields, of_model, strict=True)}
+    features, shapes = len(Features._fields), {"quantiles": (spec["estimator"]["classes"], LEVELS), "tolerance": ()}
+    for begin in PARTS.values():
+        points = known.tensors.get(f"{begin}weights", torch.empty(0)).numel()
+        of_model = ((), *[(features,)] * 4, (points, features), (points,), (points, points), ())
+        shapes |= {begin + name: shape for name, shape in zip(GaussianProcess._fields, of_model, strict=True)}
     for name, shape in shapes.items():
         tensor = known.tensors.get(name, torch.empty(0))
         if tensor.shape != shape or not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} of shape {tuple(tensor.shape)}; expected {shape}, finite")
-    model = GaussianProcess(*(known.tensors[MODEL + name].float() for name in GaussianProcess._fields))
+    estimators = {
+        part: Estimator(
+            model=GaussianProcess(*(known.tensors[begin + name].float() for name in GaussianProcess._fields)),
+            **{name: spec[part][name] for name in NUMBERS},
+        )
+        for part, begin in PARTS.items()
+    }
     return Calibration(
-        Estimator(model=model, **{name: spec["estimator"][name] for name in SCHEMA["estimator"]}),
+        replace(estimators["estimator"], source=estimators["source"]),
         network=known.network,
         normal=Reference(*(known.tensors[name].float() for name in Reference._fields)),
-        **{name: spec[name] for name in SCHEMA if name != "estimator"} | {"corruptions": tuple(spec["corruptions"])},
+        **{name: spec[name] for name in SCHEMA if name not in PARTS} | {"corruptions": tuple(spec["corruptions"])},
     )
 
 
@@ -159,8 +174,7 @@ def calibrate(
         images: (N, C, H, W) in [0, 1], at least 200, better 1,000 or more. The network must not have been trained on
             them: on its training images it is right more often than on any others.
         labels: (N,) class numbers.
-        method: the method that will adapt, or its name. A time filter is left out: health is about the predictions
-            before it.
+        method: what will answer, or its name, with its time filter: ``tribe+time``. The estimate is of its answers.
         guard: the `tribe.Guard` that will guard it, such as one of ``Guard.fitted``; None: that of the method, if any.
         corruptions: names from ``tribe.corruptions.names(family)``, at least three; by default all.
         window: images that an estimate is for.
@@ -179,7 +193,7 @@ def calibrate(
     streams = _play(backbone, built, images, labels, conditions, temperature, seed, progress)
     return Calibration(
         estimator=fit(streams, logits.shape[-1], temperature, int(window)),
-        method=built.name,
+        method=Pipeline.of(built).answers_by,
         network=backbone.fingerprint(exact=False),
         images=len(labels),
         accuracy=float((logits.argmax(-1) == labels).double().mean()),
@@ -189,7 +203,7 @@ def calibrate(
 
 
 def _built(net: Backbone, method: Any, guard: Any) -> AnyMethod:
-    """Return the method that is calibrated: with its guard, without its filter."""
+    """Return what is calibrated: a method with its guard and its filter."""
     kinds = tuple(guards.get(name) for name in guards.names())
     if isinstance(method, kinds):
         raise TypeError("a guard guards a method: give tribe.calibrate(..., method='tribe', guard=GUARD)")
@@ -197,7 +211,7 @@ def _built(net: Backbone, method: Any, guard: Any) -> AnyMethod:
         raise TypeError(f"method is a name, such as 'tribe+guard', or a method that is built; got {method!r}")
     if guard is not None and not isinstance(guard, kinds):
         raise TypeError(f"guard is a tribe.Guard, such as tribe.Guard.fitted returns; got {guard!r}")
-    return Pipeline.of(build_method(net, method, None, None, {}, guard)).unfiltered
+    return build_method(net, method, None, None, {}, guard)
 
 
 def fit_temperature(logits: Tensor, labels: Tensor) -> float:
@@ -354,14 +368,16 @@ def _play(
             x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
             x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
             answers, shift = ask(net, shift, x, every, PROBE)
+            source = source_logits(net, x.flatten(0, 1)).argmax(-1).view_as(d)
             output, state = method.step(net, state, x)
             logits = output if method.output == "logits" else output.clamp_min(torch.finfo(output.dtype).tiny).log()
             signals = per_image_signals(logits, temperature, state.info.student_agreement, answers)
-            seen.append((*(t.cpu() for t in signals), logits.argmax(-1).cpu() == labels[i]))
+            seen.append((*(t.cpu() for t in signals), logits.argmax(-1).cpu() == labels[i], source == labels[i]))
             done += 1
             if progress is not None:
                 progress(done, batches)
-        *whole, right = (torch.cat(column, 1) for column in zip(*seen, strict=True))
+        *whole, right, source_right = (torch.cat(column, 1) for column in zip(*seen, strict=True))
         for s, plan in enumerate(plans):
-            streams.append(Labelled(Images(*(t[s] for t in whole)), right[s], kind[plan.condition]))
+            images_of = Images(*(t[s] for t in whole))
+            streams.append(Labelled(images_of, right[s], kind[plan.condition], source_right[s]))
     return streams

@@ -5,7 +5,7 @@ Signals of a window become `Features`. A Gaussian process gives the log-odds of 
 no value on the host, so that a step that calls them can be captured in a CUDA graph.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tribe.core.bounds import CLASS, COUNT
 from tribe.core.losses import probabilities
+from tribe.core.state import tree_map
 from tribe.fields import Positive, Range, Share, check_fields
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
@@ -123,6 +124,7 @@ class Estimator:
     spread: Share = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     unseen: Share = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: Annotated[int, Range(2, 2**20)] = WINDOW
+    source: "Estimator | None" = None  # of the source network's accuracy, from the same features
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -141,6 +143,17 @@ class Estimator:
         error = (slope * self.widening).square() * variance
         concentrated = (features.concentration.exp() - EVEN).clamp_min(0)
         return Z90 * (slope / images.clamp_min(1) + error + self.spread**2 * concentrated).sqrt()
+
+    def to(self, device: torch.device) -> "Estimator":
+        """Return the same on a device."""
+        source = None if self.source is None else self.source.to(device)
+        return replace(self, model=tree_map(lambda t: t.to(device), self.model), source=source)
+
+    def interval(self, features: Features, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accuracy over so many images, and the ends of its 90 % interval: everything before the first."""
+        accuracy = self.accuracy(features)
+        half = torch.where(images > 0, self.half_width(features, images), 1)
+        return accuracy, (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
 
     # -- over a stream ------------------------------------------------------------------------------------------------
 
@@ -178,13 +191,14 @@ class Estimator:
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
         features, seen = self._features(state), state.images.clamp_max(self.window)
-        accuracy = self.accuracy(features)
-        half = torch.where(seen > 0, self.half_width(features, seen), 1)
+        accuracy, low, high = self.interval(features, seen)
+        source = accuracy, low, high
+        if self.source is not None:
+            source = self.source.interval(features, seen)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
-        low, high = (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
-        return Estimate(accuracy, low, high, overall)
+        return Estimate(accuracy, low, high, overall, *source)
 
     def _features(self, state: "EstimateState") -> Features:
         filled = torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)  # (S, W)
@@ -206,3 +220,6 @@ class Estimate(NamedTuple):
     low: Tensor  # (S,) the lower end of the interval that holds this window's accuracy with a probability of 90 %
     high: Tensor  # (S,) its upper end
     overall: Tensor  # (S,) over the whole stream
+    source_accuracy: Tensor  # (S,) of the source network on the same images
+    source_low: Tensor  # (S,)
+    source_high: Tensor  # (S,)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Labelled(NamedTuple):
     images: Images  # (N,) each
     right: Tensor  # (N,) whether the prediction is right
     condition: Tensor  # (N,) int64, the corruption of each image; severities of one corruption share the number
+    source_right: Tensor | None = None  # (N,) whether the source's prediction is right; None: not known
 
 
 class Windows(NamedTuple):
@@ -37,6 +39,12 @@ class Windows(NamedTuple):
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
     """Regress the log-odds of accuracy on features; intervals hold corruptions that were left out of the fit."""
+    of_source = [stream._replace(right=known) for stream in streams if (known := stream.source_right) is not None]
+    source = _fit_one(of_source, classes, temperature, window) if of_source else None
+    return replace(_fit_one(streams, classes, temperature, window), source=source)
+
+
+def _fit_one(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
     windows = cut(streams, window, classes)
     errors = left_out(windows, window)
     unseen = float(errors.found.abs().mean()) if len(errors.found) else 0.0

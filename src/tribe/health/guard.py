@@ -89,6 +89,11 @@ class Watch:
         """Return the network that predicts: the method's."""
         return method.deployed(net, state)
 
+    def check_calibration(self, answers_by: str) -> None:
+        """Refuse a calibration that was made with another method, guard or filter; see `Pipeline.answers_by`."""
+        if self.calibration is not None:
+            Calibration.of(self.calibration).check_method(answers_by)  # type: ignore[arg-type]
+
     def watcher(self, net: Backbone, method: Method) -> Watcher:
         """Return the watcher of streams of this network; made once for each: a calibration is compared with it."""
         made = _watchers.setdefault(net, {})
@@ -96,7 +101,7 @@ class Watch:
         if place not in made:
             calibration = None if self.calibration is None else Calibration.of(self.calibration)  # type: ignore[arg-type]
             if calibration is not None:
-                calibration.check(net, Pipeline(method, self) if self.acts else method)
+                calibration.check(net)
             made[place] = Watcher.of(count_classes(net, method.classes), self.probe, calibration, net.device)
         return made[place]
 
@@ -121,11 +126,13 @@ class Watch:
         retired: Any = None,
         *,
         rare: Rare | None = None,
-    ) -> tuple[Tensor, Any, GuardState]:
+        deliver: Callable[[Tensor], tuple[Tensor, Any]] = lambda output: (output, None),
+    ) -> tuple[Tensor, Any, GuardState, Any]:
         """Take the method's step, ``rare`` or not, watch it, and apply the guard's limits to the result.
 
-        What watches runs beside the method's own work, and reads what the method reported of the batch before. Return
-        the predictions, and the next states of the method and of the guard.
+        What watches runs beside the method's own work, and reads what the method reported of the batch before.
+        ``deliver`` makes answers of predictions, and returns them with a time filter's next state: the estimate is of
+        answers. Return the answers, the next states of the method and of the guard, and that of the filter.
         """
         watcher, beside = self.watcher(net, method), SideStream(x.device)
         good = good_images(x)  # a bad image leaves no trace
@@ -134,9 +141,8 @@ class Watch:
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
         def on_prediction(output: Tensor) -> None:
-            low, high = output.aminmax(dim=-1)
-            seen = real & (high > low)  # a bad image is predicted uniformly
-            logits = output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
+            logits = _logits(method, output)
+            seen = real & _differs(output)
             watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.info), output))
 
         options: dict[str, Any] = {"deploy": lambda net, state: self.lean(net, method, state)}
@@ -151,9 +157,11 @@ class Watch:
         if not watched:
             beside(lambda: on_prediction(output))
         beside.join()
-        new = old._replace(watch=watcher.report(watched[0][0], moved.info, real))
+        answer, filtered = deliver(output)
+        watch = watcher.estimate(watched[0][0], answers, _logits(method, answer), real & _differs(output), state.info)
+        new = old._replace(watch=watcher.report(watch, moved.info, real))
         idle = torch.where((verdict.teaches_nothing & real).any(1) & due, real.sum(1), 0)
-        return output, *self.restrain(net, method, state, moved, old, new, idle, due)
+        return answer, *self.restrain(net, method, state, moved, old, new, idle, due), filtered
 
     def restrain(
         self,
@@ -354,6 +362,17 @@ class Guard(Watch):
         if self.lean_half is None:
             return super().follow(net, state, seen)
         return self.lean_most * shift_weight(net, seen, self.midpoint(state))
+
+
+def _logits(method: Method, output: Tensor) -> Tensor:
+    """Return what a method returns as logits or log-probabilities."""
+    return output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
+
+
+def _differs(output: Tensor) -> Tensor:
+    """Return which images (S, B) are not predicted uniformly, as bad ones are."""
+    low, high = output.aminmax(dim=-1)
+    return high > low
 
 
 def _between(source: Tensor, adapted: Tensor, share: Tensor) -> Tensor:

@@ -38,10 +38,13 @@ class Health(NamedTuple):
     """The health of a stream."""
 
     images: int  # images that came, learned from or not
-    accuracy: float | None  # estimate for the last 500 images, before the time filter; None without a calibration
+    accuracy: float | None  # estimate for the last 500 answers, after a time filter; None without a calibration
     low: float | None  # lower end of its 90 % interval
     high: float | None  # upper end of its 90 % interval
     overall: float | None  # estimate for the whole stream
+    source_accuracy: float | None  # estimate of the source network's accuracy on the same 500 images
+    source_low: float | None  # lower end of its 90 % interval
+    source_high: float | None  # upper end
     calibrated: bool  # whether a calibration was given: estimates and alarms of a shift need one
     alarms: tuple[str, ...]  # the alarms that are on now
     entropy: float  # mean entropy of about the last 500 predictions, as a share of log K
@@ -50,7 +53,7 @@ class Health(NamedTuple):
     statistics: float | None  # how far the statistics have moved, in standard deviations; None: none are kept
     followed: float | None  # share of the adapted statistics in those that predict; None: none are kept
     source_agreement: float | None  # share of the last images on which the source agrees, of those it predicted too
-    predicted: tuple[int, ...]  # how often each class was predicted, before the time filter
+    predicted: tuple[int, ...]  # how often each class was predicted, before a time filter
     held: int  # images that a guard did not let the method learn from
     returned: int  # how often a guard returned the stream to its last good state
 

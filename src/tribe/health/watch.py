@@ -3,7 +3,7 @@
 A `Watcher` is a pure step over rows that `tribe.health.guard` runs around a method.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -49,9 +49,9 @@ class Watcher:
         if calibration is None:
             empty = GaussianProcess.flat(len(Features._fields), device)
             return Watcher(probe, Estimator(classes, 1.0, empty), None)
-        model = tree_map(lambda t: t.to(device), calibration.estimator.model)
+        estimator = calibration.estimator.to(device)
         normal = tree_map(lambda t: t.to(device), calibration.normal)
-        return Watcher(probe, replace(calibration.estimator, model=model), normal)
+        return Watcher(probe, estimator, normal)
 
     def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""
@@ -91,11 +91,18 @@ class Watcher:
         alarms = self.alarms.observe(
             state.alarms, verdict, output, valid, info.distance, source=source, known=known, reference=self.normal
         )
-        estimate = state.estimate
-        if self.normal is not None:
-            estimate = self.estimator.observe(estimate, output, valid, info.student_agreement, answers)
         counted = state.predicted.scatter_add(1, predicted, valid.to(torch.int64))
-        return WatchState(alarms, estimate, counted, agreement, state.shift, state.recent)
+        return WatchState(alarms, state.estimate, counted, agreement, state.shift, state.recent)
+
+    @torch.no_grad()
+    def estimate(
+        self, state: WatchState, answers: Answers | None, delivered: Tensor, valid: Tensor, info: Any
+    ) -> WatchState:
+        """Add the answers of a batch that are delivered, after a time filter: logits or log-probabilities."""
+        if self.normal is None:
+            return state
+        estimate = self.estimator.observe(state.estimate, delivered, valid, info.student_agreement, answers)
+        return state._replace(estimate=estimate)
 
     @torch.no_grad()
     def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:

@@ -100,6 +100,11 @@ class Pipeline:
         return "+".join(part.name for part in self.parts)
 
     @property
+    def answers_by(self) -> str:
+        """The names of the parts that its answers depend on: all but what only watches."""
+        return "+".join(part.name for part in self.parts if part is not self.guard or part.acts)
+
+    @property
     def unfiltered(self) -> "AnyMethod":
         """The pipeline without its filter; the method itself if it is alone then."""
         alone = self.guard is None and self.rare is None
@@ -134,6 +139,8 @@ class Pipeline:
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> PipelineState:
         """Return the states of the parts before the first image."""
         state = self.method.init(net, streams, seed)
+        if self.guard is not None:
+            self.guard.check_calibration(self.answers_by)
         guard = EmptyState() if self.guard is None else self.guard.init(net, self.method, state)
         if self.filter is None:
             return PipelineState(state, guard, EmptyState())
@@ -158,14 +165,13 @@ class Pipeline:
         spare = None if retired is None else retired.method
         if self.guard is not None:
             given = state.method, state.guard, x, valid, spare
-            output, after, guard = self.guard.step(net, self.method, *given, rare=self.rare)
-            state = PipelineState(after, guard, state.filter)
-        else:
-            step = self.method.step if self.rare is None else partial(self.rare.step, self.method)
-            output, after = step(net, state.method, x, valid, spare)
-            state = state._replace(method=after)
-        answer, after = self.filter_output(net, state.filter, output, valid)
-        return answer, state._replace(filter=after)
+            deliver = partial(self.filter_output, net, state.filter, valid=valid)
+            answer, *after = self.guard.step(net, self.method, *given, rare=self.rare, deliver=deliver)
+            return answer, PipelineState(*after)
+        step = self.method.step if self.rare is None else partial(self.rare.step, self.method)
+        output, method = step(net, state.method, x, valid, spare)
+        answer, filtered = self.filter_output(net, state.filter, output, valid)
+        return answer, PipelineState(method, state.guard, filtered)
 
     def predict(self, net: Backbone, state: PipelineState, x: Tensor, valid: Tensor | None = None) -> Tensor:
         """Predict as the next step would; the state, and with it the filter's, stays as it is."""

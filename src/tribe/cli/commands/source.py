@@ -167,7 +167,7 @@ def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> Made:
         calibration: Calibration = tribe.calibrate(
             net, x, y, method=built, seed=source.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
         )
-    method = tribe.methods.parse(method).unfiltered  # the part that was calibrated
+    method = calibration.method
     knowledge, error = calibration.knowledge(), 100 * calibration.estimator.unseen
     origin = {"model": source.model, "dataset": source.dataset, "seed": source.seed}
     title = f"{method}, source accuracy {100 * calibration.accuracy:.1f} %, estimates off by about {error:.1f} points"
