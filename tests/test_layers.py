@@ -23,6 +23,7 @@ LAYERS = (  # from the lowest to the highest; a package imports itself and what 
     (("methods",), "how a classifier adapts"),
     (("health",), "estimate, alarms, guard, history"),
     (("streams", "diagnosis"), "named states: adapt, load, fleet, doctor"),
+    (("preparing",), "one file for a deployment: method, calibration, what to expect"),
     (("onnx",), "model files that adapt, and a session that needs no torch"),
     (("experiments",), "streams of data, runs, records, metrics, results, report, bench"),
     (("testing",), "the contract"),

@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from tribe.health.calibration import Calibration, calibrate
     from tribe.health.guard import Guard
     from tribe.health.history import History, Snapshot
+    from tribe.health.prepared import Prepared
     from tribe.health.report import StreamInfo
     from tribe.io.states import StateFileError
+    from tribe.preparing.preparing import prepare
     from tribe.streams.adapter import Adapter, adapt, load
     from tribe.streams.budget import Budget, Deadline
     from tribe.streams.fleet import Fleet, fleet
@@ -55,8 +57,10 @@ _HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where th
     "tribe.health.calibration": ("Calibration", "calibrate"),
     "tribe.health.guard": ("Guard",),
     "tribe.health.history": ("History", "Snapshot"),
+    "tribe.health.prepared": ("Prepared",),
     "tribe.health.report": ("StreamInfo",),
     "tribe.io.states": ("StateFileError",),
+    "tribe.preparing": ("prepare",),
     "tribe.streams": ("Fleet", "fleet"),
     "tribe.streams.adapter": ("Adapter", "adapt", "load"),
     "tribe.streams.budget": ("Budget", "Deadline"),
@@ -75,6 +79,7 @@ __all__ = [
     "Guard",
     "History",
     "Normalize",
+    "Prepared",
     "Record",
     "Report",
     "Snapshot",
@@ -97,6 +102,7 @@ __all__ = [
     "models",
     "norms",
     "onnx",
+    "prepare",
     "run",
     "scenarios",
 ]

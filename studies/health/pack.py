@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tribe.data.datasets import Dataset
 from tribe.data.datasets.corrupted import to_bytes
-from tribe.health.calibration import Condition, Plan, choose_conditions, corrupt_images, plan_streams
+from tribe.health.playing import Condition, Plan, choose_conditions, corrupt_images, plan_streams
 from tribe.io import tensors as tensor_file
 from tribe.io.tensors import Kind
 

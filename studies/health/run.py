@@ -44,7 +44,8 @@ from tribe.core.precision import choose_device, float32_precision, precision_on
 from tribe.experiments.provenance import machine
 from tribe.experiments.spec import ComponentSpec
 from tribe.experiments.workbench import Workbench, in_precision, trained_on
-from tribe.health.calibration import fit_temperature, side_by_side
+from tribe.health.calibration import fit_temperature
+from tribe.health.playing import side_by_side
 from tribe.health.probe import source_logits
 
 FOLDER = Path(__file__).parent

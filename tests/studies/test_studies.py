@@ -19,7 +19,7 @@ from studies.time import cost, learning
 from studies.time import run as time
 from studies.time import tables as time_tables
 from tribe.experiments.record import Record
-from tribe.health import calibration
+from tribe.health import playing
 from tribe.streams.budget import StepCosts
 
 BLOCKS = {
@@ -62,8 +62,8 @@ def test_a_delay_is_counted_from_the_first_image_of_a_burst():
 def test_health(tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "HELD_OUT", 200)
     monkeypatch.setattr(pack, "LONG_TAIL", 1)
-    monkeypatch.setattr(calibration, "MIXED", 34)
-    monkeypatch.setattr(calibration, "STRETCH", 40)
+    monkeypatch.setattr(playing, "MIXED", 34)
+    monkeypatch.setattr(playing, "STRETCH", 40)
     where = ["--dataset", "live-mnist-c", "--model", "compact", "--device", "cpu", "--out", str(tmp_path)]
     what = ["--methods", "source", "--streams", "iid", "--seeds", "1", "--per", "35", "--records", str(tmp_path / "r")]
     health.main([*where, *what])

@@ -10,48 +10,39 @@ over-confident in its own way: so an estimator belongs to one network and one me
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from os import PathLike
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tribe.core.backbone import Backbone
 from tribe.core.losses import cross_entropy, entropy
-from tribe.core.validation import good_images
+from tribe.core.validation import good_images, warn
 from tribe.fields import Count, Share, check_fields, is_whole, require
-from tribe.health.estimate import WINDOW, Estimator, Features, Images, per_image_signals
+from tribe.health.estimate import WINDOW, Estimator, Features
 from tribe.health.fitting import Labelled, fit
 from tribe.health.martingale import LEVELS, Reference, fit_reference
-from tribe.health.probe import BATCH, ask, source_logits, start_shift
+from tribe.health.playing import Player, Progress, choose_conditions
+from tribe.health.probe import source_logits
 from tribe.health.regression import GaussianProcess
 from tribe.io.json_files import check
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import AnyMethod, Method, Pipeline, guards
 from tribe.methods.building import build_method
-from tribe.registry import nearest
 
 NAME = "health"  # of the knowledge in a file
 PARTS = {"estimator": "model.", "source": "source."}  # how the names of an estimator's tensors in a file begin
 NUMBERS = tuple(field.name for field in fields(Estimator) if field.name not in ("model", "source"))
 ADVICE = "tribe source health --model ... --dataset ..."
-PROBE = 4  # one image in so many is also predicted by the source
 LEAST = 200  # images
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
 NEAR_CHANCE = 0.1  # share of the way from chance to perfection below which labels contradict the network
-
-ORDERS = ("iid", "continual", "ptta")  # scenarios: conditions mixed, one after another, and with bursts of classes
-STRETCH = 512  # images of one condition after another: a method is better at the end of a stretch than at its beginning
-MIXED = 128  # images of each condition where all are mixed: there are no stretches
-LEAST_CORRUPTIONS = 3
-IMBALANCE = 100.0  # the most images of a class over the fewest, in the stream with bursts
-SEVERITIES = {"mnist": (5,)}  # MNIST-C has a single strength
-USUAL_SEVERITIES = (3, 5)
-
-Condition = tuple[str, int]  # a corruption and a severity; ("clean", 0)
-Progress = Callable[[int, int], None]  # batches done, of so many
+TOO_GOOD = 0.999  # accuracy from which images may be those of the training
+FEW = 10  # images of a class that say what its label means
+SWAPPED = 0.5  # share of a class's images that are predicted as another one: its labels may mean that one
 
 
 @dataclass(frozen=True)
@@ -184,21 +175,29 @@ def calibrate(
     backbone = net if isinstance(net, Backbone) else Backbone(net)
     built = _built(backbone, method, guard)
     require(is_whole(window, least=50), "window is how many images an estimate is for, at least 50", window)
-    images, labels = _checked(images, labels)
+    images, labels = check_images(images, labels)
     conditions = choose_conditions(images.shape[1:], corruptions)
     logits = source_logits(backbone, images)
-    _check_labels(logits, labels)
+    check_labels(logits, labels)
+    for doubt in doubt_labels(logits, labels):
+        warn(doubt)
     temperature = fit_temperature(logits, labels)
-    share = (entropy(logits) / math.log(logits.shape[-1])).double()
-    streams = _play(backbone, built, images, labels, conditions, temperature, seed, progress)
+    player = Player(backbone, built, images, labels, conditions, temperature, seed)
+    return calibrate_played(player, player.run(progress), logits, int(window))
+
+
+def calibrate_played(player: Player, streams: Sequence[Labelled], logits: Tensor, window: int = WINDOW) -> Calibration:
+    """Return the calibration from streams that were played, and the source's logits of the clean images (N, K)."""
+    labels, classes, predicted = player.labels, logits.shape[-1], logits.argmax(-1)
+    share = (entropy(logits) / math.log(classes)).double()
     return Calibration(
-        estimator=fit(streams, logits.shape[-1], temperature, int(window)),
-        method=Pipeline.of(built).answers_by,
-        network=backbone.fingerprint(exact=False),
+        estimator=fit(streams, classes, player.temperature, window),
+        method=Pipeline.of(player.method).answers_by,
+        network=player.net.fingerprint(exact=False),
         images=len(labels),
-        accuracy=float((logits.argmax(-1) == labels).double().mean()),
-        corruptions=tuple(dict.fromkeys(name for name, severity in conditions if severity)),
-        normal=fit_reference(share, logits.argmax(-1), labels, logits.shape[-1]),
+        accuracy=float((predicted == labels).double().mean()),
+        corruptions=player.names[1:],
+        normal=fit_reference(share, predicted, labels, classes),
     )
 
 
@@ -233,7 +232,7 @@ def fit_temperature(logits: Tensor, labels: Tensor) -> float:
 # -- the images --------------------------------------------------------------------------------------------------------
 
 
-def _checked(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def check_images(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Sound images and their labels, on the CPU."""
     if images.dim() != 4 or not images.is_floating_point():
         raise ValueError(
@@ -254,7 +253,7 @@ def _checked(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-def _check_labels(logits: Tensor, labels: Tensor) -> None:
+def check_labels(logits: Tensor, labels: Tensor) -> None:
     """Refuse labels out of range, and labels that contradict the network."""
     classes = logits.shape[-1]
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
@@ -270,114 +269,24 @@ def _check_labels(logits: Tensor, labels: Tensor) -> None:
         )
 
 
-# -- the streams: a plan says which image comes when, and under which condition ----------------------------------------
-
-
-class Plan(NamedTuple):
-    """One stream of N images."""
-
-    order: str  # the name of the scenario
-    condition: Tensor  # (N,) int64, the place in the list of conditions
-    number: Tensor  # (N,) int64, the place among the labelled images
-
-
-def choose_conditions(shape: Sequence[int], names: Sequence[str] | None) -> list[Condition]:
-    """The corruptions and severities that are played, for images (C, H, W); None: all corruptions of their family."""
-    from tribe.data import corruptions as corrupting  # not imported with `tribe`: an adapter does not need it
-
-    family = corrupting.family_for(shape)
-    known = corrupting.names(family)
-    chosen = tuple(known) if names is None else tuple(names)
-    for name in chosen:
-        if name not in known:
-            raise ValueError(f"unknown corruption {name!r} of family {family!r}: {nearest(name, known)}")
-    if len(set(chosen)) < LEAST_CORRUPTIONS:
-        raise ValueError(
-            f"corruptions are {len(set(chosen))} different names; expected at least {LEAST_CORRUPTIONS}, so that the "
-            "error on one that is left out can be measured"
+def doubt_labels(logits: Tensor, labels: Tensor, names: Sequence[str] = ()) -> list[str]:
+    """Return doubts about labelled images: the network knows them too well, or another order of its classes."""
+    predicted, classes, doubts = logits.argmax(-1), logits.shape[-1], list[str]()
+    accuracy = float((predicted == labels).double().mean())
+    if accuracy >= TOO_GOOD:
+        doubts.append(
+            f"the network is right on {100 * accuracy:.1f} % of these images: if it was trained on them, estimates of "
+            "its accuracy will be too high. Take images that no training used"
         )
-    severities = SEVERITIES.get(family, USUAL_SEVERITIES)
-    return [("clean", 0), *((name, severity) for name in dict.fromkeys(chosen) for severity in severities)]
-
-
-def plan_streams(labels: Tensor, conditions: Sequence[Condition], seed: int) -> list[Plan]:
-    """A plan for each of `ORDERS`."""
-    return [_plan(labels, conditions, order, seed) for order in ORDERS]
-
-
-def side_by_side(plans: Sequence[Plan]) -> list[list[Plan]]:
-    """The plans in groups of equal length: a method plays the streams of a group in one call."""
-    lengths = dict.fromkeys(len(plan.number) for plan in plans)
-    return [[plan for plan in plans if len(plan.number) == length] for length in lengths]
-
-
-def _plan(labels: Tensor, conditions: Sequence[Condition], order: str, seed: int) -> Plan:
-    """In bursts, each condition has its own frequent classes: a long tail of imbalance 1 to 100, with replacement."""
-    from tribe.data import scenarios  # not imported with `tribe`
-
-    draw = torch.Generator().manual_seed(seed)
-    count = min(MIXED if order == "iid" else STRETCH, len(labels))
-    present, class_number = labels.unique(return_inverse=True)
-    chosen = []
-    for _ in conditions:
-        if order != "ptta":
-            chosen.append(torch.randperm(len(labels), generator=draw)[:count])
-            continue
-        rank = torch.randperm(len(present), generator=draw) / max(len(present) - 1, 1)
-        share = IMBALANCE ** -(rank * torch.rand(1, generator=draw)) / class_number.bincount()
-        chosen.append(torch.multinomial(share[class_number], count, replacement=True, generator=draw))
-    names = [f"{name}@{severity}" for name, severity in conditions]
-    whole = scenarios.create(order, order="random").on(names).schedule([labels[i] for i in chosen], seed)
-    return Plan(order, whole.domain, torch.stack(chosen)[whole.domain, whole.index])
-
-
-def corrupt_images(images: Tensor, number: Tensor, conditions: Sequence[Condition], seed: int) -> Tensor:
-    """Images by their numbers (N,), each under its condition."""
-    from tribe.data import corruptions as corrupting  # not imported with `tribe`
-
-    x = images[number]
-    for name, severity in set(conditions):
-        if severity:
-            here = torch.tensor([condition == (name, severity) for condition in conditions])
-            x[here] = corrupting.apply(x[here], name, severity, seed=seed, index=number[here])
-    return x
-
-
-def _play(
-    net: Backbone,
-    method: AnyMethod,
-    images: Tensor,
-    labels: Tensor,
-    conditions: Sequence[Condition],
-    temperature: float,
-    seed: int,
-    progress: Progress | None,
-) -> list[Labelled]:
-    """Play the method over one stream of each order; streams of equal length play side by side."""
-    groups = side_by_side(plan_streams(labels, conditions, seed))
-    batches, done = sum(math.ceil(len(group[0].number) / BATCH) for group in groups), 0
-    kinds = {name: k for k, name in enumerate(dict.fromkeys(name for name, _ in conditions))}
-    kind = torch.tensor([kinds[name] for name, _ in conditions])
-    streams = list[Labelled]()
-    for plans in groups:
-        domain = torch.stack([plan.condition for plan in plans])  # (S, N)
-        number = torch.stack([plan.number for plan in plans])
-        state, shift = method.init(net, len(plans), seed), start_shift(net, len(plans))
-        seen: list[tuple[Tensor, ...]] = []  # signals of each batch, and which predictions are right
-        for d, i in zip(domain.split(BATCH, 1), number.split(BATCH, 1), strict=True):
-            x = corrupt_images(images, i.flatten(), [conditions[k] for k in d.flatten()], seed).unflatten(0, i.shape)
-            x, every = x.to(net.device), torch.ones_like(d, dtype=torch.bool, device=net.device)
-            answers, shift = ask(net, shift, x, every, PROBE)
-            source = source_logits(net, x.flatten(0, 1)).argmax(-1).view_as(d)
-            output, state = method.step(net, state, x)
-            logits = output if method.output == "logits" else output.clamp_min(torch.finfo(output.dtype).tiny).log()
-            signals = per_image_signals(logits, temperature, state.info.student_agreement, answers)
-            seen.append((*(t.cpu() for t in signals), logits.argmax(-1).cpu() == labels[i], source == labels[i]))
-            done += 1
-            if progress is not None:
-                progress(done, batches)
-        *whole, right, source_right = (torch.cat(column, 1) for column in zip(*seen, strict=True))
-        for s, plan in enumerate(plans):
-            images_of = Images(*(t[s] for t in whole))
-            streams.append(Labelled(images_of, right[s], kind[plan.condition], source_right[s]))
-    return streams
+    confusion = torch.zeros(classes, classes).index_put_((labels, predicted), torch.tensor(1.0), accumulate=True)
+    share = confusion / confusion.sum(1, keepdim=True).clamp_min(1)
+    for label in ((share.amax(1) >= SWAPPED) & (confusion.sum(1) >= FEW)).nonzero()[:, 0].tolist():
+        if (other := int(share[label].argmax())) != label:
+            one, two = (names[k] if names else f"class {k}" for k in (label, other))
+            doubts.append(
+                f"of the images of {one}, {100 * float(share[label, other]):.0f} % are predicted as {two}: are the "
+                "labels numbered in the network's order?"
+            )
+    if missing := classes - len(labels.unique()):
+        doubts.append(f"{missing} of {classes} classes have no image: take images of all classes")
+    return doubts

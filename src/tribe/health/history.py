@@ -55,6 +55,13 @@ class History:
             raise TypeError(f"history is None, True or a tribe.History; got {type(history).__name__}")
         return history
 
+    @classmethod
+    def that_fits(cls, state: Any) -> "History | None":
+        """Return the default policy, with fewer snapshots where states are large; None: not even two fit."""
+        usual = cls()
+        most = int(usual.megabytes * 2**20 // max(count_bytes(state), 1))
+        return replace(usual, keep=min(usual.keep, most)) if most >= 2 else None
+
     def check_memory(self, state: Any) -> None:
         """Raise if the snapshots of this state would take more memory than allowed."""
         each = count_bytes(state) / 2**20

@@ -20,6 +20,7 @@ from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
+from tribe.health.prepared import Prepared
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits
@@ -35,7 +36,7 @@ GRACE = 60.0  # seconds that a worker gets to store its streams when it stops
 
 def application(
     model: nn.Module | Backbone,
-    method: str | AnyMethod = "tribe",
+    method: str | AnyMethod | Prepared | PathLike[str] = "tribe",
     *,
     data: str | PathLike[str],
     workers: int = 2,

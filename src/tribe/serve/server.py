@@ -19,6 +19,7 @@ from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
+from tribe.health.prepared import Prepared
 from tribe.methods import AnyMethod
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
@@ -289,7 +290,7 @@ class Server(Listener):
     def __init__(
         self,
         model: nn.Module | Backbone,
-        method: str | AnyMethod = "tribe",
+        method: str | AnyMethod | Prepared | PathLike[str] = "tribe",
         *,
         name: str = "model",
         data: str | PathLike[str] | None = None,

@@ -21,6 +21,7 @@ from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, Past, RolledBack, Snapshot
+from tribe.health.prepared import Prepared, check_alone
 from tribe.health.report import Event, Health, Listener, StreamInfo
 from tribe.io import states
 from tribe.methods import AnyMethod, Pipeline
@@ -36,7 +37,7 @@ NAME = "adapter"  # of the only entry
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def adapt(
     model: nn.Module | Backbone,
-    method: str | AnyMethod | None = None,
+    method: str | AnyMethod | Prepared | PathLike[str] | None = None,
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -57,8 +58,9 @@ def adapt(
     Args:
         model: a classifier with normalisation layers; it is copied, never changed. It takes images in [0, 1] and
             normalises them itself (see `tribe.Normalize`). A `Backbone` is used as it is.
-        method: a name from ``tribe.methods.names()``, or a method. None: "tribe"; with a budget "bank-tribe", if the
-            network has BatchNorm.
+        method: a prepared file, "net.tribe", which says how the network adapts, guard, filter and health included (see
+            `tribe.prepare`); or a name from ``tribe.methods.names()``, or a method. None: "tribe"; with a budget
+            "bank-tribe", if the network has BatchNorm.
         time: "auto" also uses the order of the images, where neighbours share their class: see `tribe.filters`. A name
             from ``tribe.filters.names()``, or a filter. None: every image is predicted as if it stood alone.
         guard: True, or a `tribe.Guard`, skips frames that teach nothing, limits every step, and goes back. One of
@@ -70,7 +72,8 @@ def adapt(
         classes: the number of classes; read from the last Linear layer if not given.
         streams: how many independent streams (cameras) adapt on this one network.
         seed: seed of the first stream; stream i has seed + i.
-        history: True, or a `tribe.History`, takes snapshots now and then for `Adapter.rollback`. None: nothing is kept.
+        history: True, or a `tribe.History`, takes snapshots now and then for `Adapter.rollback`. None: nothing is kept,
+            but with a prepared file as many as fit.
         graphs: "auto" takes a step as one launch on a GPU where it can (see `tribe.core.graphs`: the first
             batch of a shape takes as long as eight); True insists on it, False takes one launch at a time.
         deterministic: the same bits every time on a GPU too, at some cost in speed; torch warns of an operation of the
@@ -89,6 +92,12 @@ def adapt(
         >>> adapter.info[1].images
         16
     """
+    if (prepared := Prepared.of(method)) is not None:
+        check_alone(time=time, guard=guard, health=health, classes=classes, budget=budget, **fields)
+        model = model if isinstance(model, Backbone) else Backbone(model)
+        method = prepared.build(model)
+        history = History.that_fits(method.init(model, streams)) if history is None else history
+    assert not isinstance(method, Prepared | PathLike)
     net = backbone_for(model, method or "tribe", alone=time is None and not guard and not health)
     built = build_method(net, choose_method(method, net, budget), time, classes, fields, resolve_guard(guard, health))
     pace = Pace(Budget.of(budget), Deadline.of(deadline_ms))
@@ -118,6 +127,7 @@ def load(
     graphs: Switch = "auto",
     deterministic: bool = False,
     deadline_ms: float | Deadline | None = None,
+    prepared: Prepared | str | PathLike[str] | None = None,
     **fields: Any,
 ) -> "Adapter":
     """Resume from a file written by `Adapter.save`, on the model it was saved from.
@@ -125,9 +135,12 @@ def load(
     A field that a file cannot hold (a custom ``augment=``) must be given again. So must source knowledge,
     ``knowledge=``, and a calibration, ``calibration=``: nothing that a file names is opened. ``history``,
     ``on_event``, ``graphs``, ``deterministic`` and ``deadline_ms`` are as for `adapt`: a file holds none. What a budget
-    set is in the file, and is not measured again.
+    set is in the file, and is not measured again. ``prepared`` is the prepared file of an adapter that was made with
+    one: it holds the calibration.
     """
     saved = states.read(path)
+    if (known := Prepared.of(prepared)) is not None and known.calibration is not None:
+        fields = {"calibration": known.calibration.knowledge(), **fields}
     method = method_from_file(path, saved.method, saved.fields, fields)
     net = backbone_for(model, method)
     states.check_fingerprint(path, saved.fingerprint, net)

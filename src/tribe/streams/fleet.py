@@ -13,6 +13,7 @@ from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
+from tribe.health.prepared import Prepared, check_alone
 from tribe.health.report import Health, Listener, StreamInfo, StreamReport, describe_streams
 from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
 from tribe.methods.building import build_method
@@ -26,7 +27,7 @@ from tribe.streams.names import check_name
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
 def fleet(
     model: nn.Module | Backbone,
-    method: str | AnyMethod | None = None,
+    method: str | AnyMethod | Prepared | PathLike[str] | None = None,
     *,
     time: str | TimeFilter | None = None,
     guard: bool | Guard = False,
@@ -65,6 +66,10 @@ def fleet(
     net = model if isinstance(model, Backbone) else Backbone(model)
     if net.dense:
         raise ValueError("a fleet returns logits, and this network may return something else: dense=True")
+    if (prepared := Prepared.of(method)) is not None:
+        check_alone(time=time, guard=guard, health=health, classes=classes, budget=budget, **fields)
+        method = prepared.build(net)
+    assert not isinstance(method, Prepared | PathLike)
     built = build_method(net, choose_method(method, net, budget), time, classes, fields, resolve_guard(guard, health))
     pace = Pace(Budget.of(budget), None)
     return Fleet(

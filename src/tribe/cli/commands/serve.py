@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network, is_untrained, method_name
-from tribe.cli.options import Device, Model, Weights, parse_overrides
+from tribe.cli.options import Device, Weights, parse_overrides
 from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
 from tribe.data.images import image_size, is_image_file, read_images
@@ -29,10 +29,11 @@ NO_TOKENS = (
 )
 
 MethodName = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="How it adapts: a name (`tribe list methods`) or file.py:Class; tribe+time adds a time filter, "
-        "tribe+guard+time also a guard."
+        "tribe+guard+time also a guard.",
+        show_default="tribe, or what the prepared file says",
     ),
 ]
 Data = Annotated[
@@ -62,9 +63,22 @@ Health = Annotated[
 
 @app.command()
 def serve(
-    model: Model = DIGITS[0],
+    prepared: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A prepared file, `tribe prepare`: it says how the network adapts, and names it if it has a name.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Network: a name (`tribe list models`), timm/NAME or file.py:attribute.",
+            show_default="the embedded network of digits",
+        ),
+    ] = None,
     weights: Weights = None,
-    method: MethodName = "tribe",
+    method: MethodName = None,
     data: Data = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: reached by other machines.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of HTTP; 0 takes a free one.")] = 8000,
@@ -96,7 +110,15 @@ def serve(
         from tribe.serve.config import Limits, Policy
         from tribe.serve.server import is_loopback
 
-        chosen = method_name(method)
+        ready = None if prepared is None else tribe.Prepared.load(prepared)
+        if ready is not None and (method is not None or guard or health is not None):
+            raise ValueError(f"{prepared} says how the network adapts: leave out --method, --guard and --health")
+        model = model or (DIGITS[0] if ready is None else ready.origin.get("model"))
+        if model is None:
+            raise ValueError(
+                f"{prepared} does not name its network: give --model file.py:attribute, as it was prepared with"
+            )
+        chosen = method_name(method or "tribe")
         fields = parse_overrides(settings, [chosen, *PARTS])
         net, image_shape = _network(model, weights)
         options: dict[str, Any] = {
@@ -112,15 +134,17 @@ def serve(
             **fields["server"],
             **fields[chosen],
         }
+        if ready is not None:
+            options |= {"shape": ready.inputs.shape, "labels": ready.class_names} | fields["server"]
         if isinstance(names := options.get("host_names"), str):
             options["host_names"] = names.split(",")
         place = choose_device(device)
         if ray is not None:
             if grpc_port is not None or tls is not None:
                 raise ValueError("with --ray, Ray listens: HTTP alone, without TLS. Put a proxy in front of it")
-            _serve_on_ray(net, chosen, port, options | {"workers": ray, "device": place.type})
+            _serve_on_ray(net, ready or chosen, port, options | {"workers": ray, "device": place.type})
             return
-        server = Server(net.to(place), chosen, port=port, grpc_port=grpc_port, tls=tls, **options)
+        server = Server(net.to(place), ready or chosen, port=port, grpc_port=grpc_port, tls=tls, **options)
         if server.service.access.is_open and not is_loopback(server.host):
             print_message("warning", NO_TOKENS)
         server.run(lambda: typer.echo(_where(server, data)))
@@ -167,7 +191,7 @@ def _build(kind: type[Any], part: str, fields: dict[str, Any]) -> Any:
     return kind(**fields)
 
 
-def _serve_on_ray(net: nn.Module, method: str, port: int, options: dict[str, Any]) -> None:
+def _serve_on_ray(net: nn.Module, method: str | tribe.Prepared, port: int, options: dict[str, Any]) -> None:
     from tribe.serve import replicas
     from tribe.serve.store import shown_place
 

@@ -1,0 +1,201 @@
+"""Preparing the embedded digits: what the file holds, how it is used, stopped work that goes on, and bad input."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import tribe
+from commands import succeeded
+from commands import tribe_command as command
+from tribe.core.backbone import Backbone
+from tribe.health.prepared import Prepared, PreparedError
+from tribe.io import tensors as tensor_file
+from tribe.testing import small_network
+
+COUNT = 300
+SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}
+
+
+def digits(first, count):
+    data = tribe.datasets.create("mnist", split="test")
+    index = torch.arange(first, first + count)
+    return data.images("clean", index), data.labels("clean")[index]
+
+
+@pytest.fixture(scope="module")
+def net():
+    return Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", None)))
+
+
+@pytest.fixture(scope="module")
+def prepared(net):
+    names = tuple(map(str, range(10)))
+    return tribe.prepare(net, *digits(0, COUNT), class_names=names, method="bank", **SOME)
+
+
+def test_the_card_says_what_to_expect(prepared, net):
+    card = prepared.card
+    images, labels = digits(0, COUNT)
+    right = tribe.adapt(net, "source").predict(images).argmax(-1) == labels
+    assert card.source_accuracy == pytest.approx(right.double().mean().item())
+    assert [row.corruption for row in card.rows] == ["clean", *SOME["corruptions"]]
+    assert card.rows[2].source > 0.5 > card.rows[0].source  # fog
+    assert all(cost.adapting > cost.plain > 0 for cost in card.costs)
+    assert prepared.method == "bank+guard+time-checked"
+    assert (prepared.inputs.shape, prepared.inputs.low, prepared.inputs.high) == ((1, 28, 28), 0.0, 1.0)
+    text = str(prepared)
+    for word in ("fog", "mean of the corruptions", "plain inference", "MB", "off by about"):
+        assert word in text
+
+
+def test_a_file_holds_all_of_it(prepared, tmp_path):
+    path = tmp_path / "net.tribe"
+    prepared.save(path)
+    again = Prepared.load(path)
+    assert again.card == prepared.card
+    assert (again.inputs, again.class_names, again.method) == (prepared.inputs, prepared.class_names, prepared.method)
+    assert again.calibration == prepared.calibration
+    told = again.with_verdict({"words": "adapting helps by 2 to 9 points"})
+    told.save(path)
+    assert "helps by 2 to 9 points" in str(Prepared.load(path))
+
+
+def test_one_door(prepared, net, tmp_path):
+    """The file alone turns on filter, guard, health and history; a state that is stored goes on with it."""
+    path = tmp_path / "net.tribe"
+    prepared.save(path)
+    images, _ = digits(500, 64)
+    for given in (path, str(path), prepared):
+        model = tribe.adapt(net, given)
+        assert model.method.name == "bank+guard+time-checked"
+        model(images)
+        health = model.health[0]
+        assert health.low <= health.accuracy <= health.high
+        assert health.source_low <= health.source_accuracy <= health.source_high
+        assert len(model.history) == 1
+    model.save(tmp_path / "state.safetensors")
+    assert tribe.load(tmp_path / "state.safetensors", net, prepared=path).health == model.health
+    fleet = tribe.fleet(net, path)
+    fleet({"door": images})
+    assert fleet.health("door").accuracy == pytest.approx(health.accuracy, abs=1e-6)
+
+
+def test_settings_beside_a_file_are_refused(prepared, net):
+    for given in ({"time": "auto"}, {"guard": True}, {"budget": 2.0}, {"observe": 1}):
+        with pytest.raises(ValueError, match=rf"leave out {next(iter(given))}="):
+            tribe.adapt(net, prepared, **given)
+
+
+def test_files_that_do_not_fit_are_refused(prepared, tmp_path):
+    path = tmp_path / "net.tribe"
+    prepared.save(path)
+    with pytest.raises(PreparedError, match="another network"):
+        tribe.adapt(small_network(), path)
+    with pytest.raises(FileNotFoundError, match="prepared file"):
+        tribe.adapt(small_network(), tmp_path / "other.tribe")
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(PreparedError, match="cut short"):
+        Prepared.load(path)
+    header = {name: getattr(prepared, name) for name in ("network", "method", "fields", "class_names", "origin")}
+    rest = {"inputs": prepared.inputs._asdict(), "verdicts": [], "calibration": None}
+    kind = dataclasses.replace(
+        tensor_file.Kind("tribe-prepared", 1, dict.fromkeys([*header, *rest, "card"], object), noun="", advice="")
+    )
+    tensor_file.write(
+        path,
+        dataclasses.replace(kind, fields={**kind.fields, "network": str, "method": str}),
+        {**header, **rest, "card": {"rows": 3}},
+        {},
+    )
+    with pytest.raises(PreparedError, match="its card is damaged"):
+        Prepared.load(path)
+
+
+def test_without_labels_it_compares_with_the_clean_predictions(net):
+    images, _ = digits(0, COUNT)
+    made = tribe.prepare(net, (255 * images).byte(), method="bank", **SOME)
+    assert made.calibration is None
+    assert made.card.rows[0].source == 0  # the network agrees with itself
+    assert "own predictions" in str(made)
+    assert tribe.adapt(net, made).health[0].accuracy is None
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_what_was_stopped_goes_on_to_the_same_result(net, tmp_path, monkeypatch):
+    monkeypatch.setattr("tribe.preparing.preparing.EVERY", 0.0)
+    images, labels = digits(0, COUNT)
+    path, done = tmp_path / "net.tribe", []
+
+    def stop(n, of):
+        if n == of - 2:
+            raise Stopped
+
+    given = {"path": path, "method": "bank", **SOME}
+    with pytest.raises(Stopped):
+        tribe.prepare(net, images, labels, progress=stop, **given)
+    assert not path.exists()
+    part = (tmp_path / "net.tribe.part").read_bytes()
+    again = tribe.prepare(net, images, labels, progress=lambda n, of: done.append(n), **given)
+    assert len(done) == 2
+    assert path.exists()
+    assert not (tmp_path / "net.tribe.part").exists()
+    monkeypatch.setattr("tribe.preparing.preparing.choose_lengths", lambda *_: Lengths125)
+    whole = tribe.prepare(net, images, labels, method="bank", **SOME)
+    assert again.card.rows == whole.card.rows
+    assert again.calibration == whole.calibration
+    (tmp_path / "net.tribe.part").write_bytes(part[:1000])
+    with pytest.warns(UserWarning, match="begins anew"):
+        tribe.prepare(net, images, labels, **given)
+
+
+from tribe.health.playing import Lengths  # noqa: E402
+
+Lengths125 = Lengths(125, 32)
+
+
+def test_doubts_are_said(net):
+    images, labels = digits(0, COUNT)
+    swapped = labels.clone()
+    swapped[labels == 4], swapped[labels == 9] = 9, 4
+    made = tribe.prepare(net, images, swapped, method="source", **SOME)
+    assert any("class 4" in note and "class 9" in note and "order" in note for note in made.card.notes)
+    known = tribe.adapt(net, "source").predict(images).argmax(-1)
+    assert any(
+        "trained on them" in note for note in tribe.prepare(net, images, known, method="source", **SOME).card.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"images": slice(0, 50)}, "too few"),
+        ({"labels": lambda y: (y + 1) % 10}, "in the network's order"),
+        ({"class_names": ("a", "b")}, "10 classes"),
+        ({"budget": 0.5}, "at least 1"),
+        ({"corruptions": ("fog", "fogg", "spatter")}, "fogg"),
+    ],
+)
+def test_bad_input_is_refused(net, change, words):
+    images, labels = digits(0, COUNT)
+    part = change.pop("images", slice(None))
+    labels = change.pop("labels", lambda y: y)(labels)
+    with pytest.raises(ValueError, match=words):
+        tribe.prepare(net, images[part], labels[part], **{**SOME, **change})
+
+
+def test_the_command(tmp_path):
+    out = succeeded(
+        command("prepare", "--images", 250, "--quick", "--method", "source", "--out", "net.tribe", "--json")
+    ).stdout
+    report = json.loads(out)
+    assert report["method"] == "source+guard+time-checked"
+    assert report["card"]["labelled"]
+    made = Prepared.load("net.tribe")
+    assert made.origin == {"model": "compact", "dataset": "mnist"}
+    assert made.class_names == tuple(map(str, range(10)))
