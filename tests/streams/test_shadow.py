@@ -20,7 +20,7 @@ METHODS = ["tribe", "tent", "rotta", "lame", "bn", "tribe+guard+time", "tent+wat
 
 def lively(name):
     """A method that learns something from a network that was never trained."""
-    return {"h0": 2.0} if name.startswith("tribe") else {}
+    return {"h0": 2.0} if name.startswith("tribe") else {"every": 6, "size": 12} if name == "rotta" else {}
 
 
 def pair(name="tribe", streams=1, **options):
