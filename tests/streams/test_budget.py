@@ -324,7 +324,9 @@ class StopWatch:
 def test_the_pass_of_the_source_is_part_of_a_call_with_a_deadline():
     """In shadow a call takes that pass, too: learning in 10 ms and the source in 15 ms do not fit in 20 ms."""
     watch = StopWatch()
-    adapter = tribe.adapt(small_network(), deadline_ms=Deadline(20, costs=StepCosts(0.010, 0.004), clock=watch), shadow=True)
+    adapter = tribe.adapt(
+        small_network(), deadline_ms=Deadline(20, costs=StepCosts(0.010, 0.004), clock=watch), shadow=True
+    )
     for learn, unlearned in ((0.010, 0), (0.004, 6), (0.004, 12)):
         watch.parts = [learn, 0.015, 0.0, 0.0]  # a step, the source's pass, the rest
         play(adapter, [0])

@@ -114,9 +114,14 @@ def test_on_a_gpu_streams_agree_with_adapters(monkeypatch):
 def test_the_pass_of_the_source_leaves_captured_steps_as_they_are(recorded):
     """In shadow each call passes the source beside a replay, whose static memory holds the states."""
     net = small_backbone()
-    shadow, open_, source = (tribe.adapt(net, **options) for options in (
-        {"h0": 2.0, "streams": 2, "shadow": True}, {"h0": 2.0, "streams": 2}, {"method": "source", "streams": 2}
-    ))
+    shadow, open_, source = (
+        tribe.adapt(net, **options)
+        for options in (
+            {"h0": 2.0, "streams": 2, "shadow": True},
+            {"h0": 2.0, "streams": 2},
+            {"method": "source", "streams": 2},
+        )
+    )
     for seed in range(4):
         x = images(2, 6, seed)
         answers, adapted, plain = shadow(x), open_(x), source(x)

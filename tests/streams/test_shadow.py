@@ -1,4 +1,4 @@
-"""Shadow mode: the source answers, and the state learns as if it did not; promoted and demoted without losing anything."""
+"""Shadow mode: the source answers, and the state learns as if it did not. Nothing is lost on the way in and out."""
 
 import pickle
 
@@ -8,8 +8,6 @@ import torch
 import tribe
 from networks import batch
 from tribe.health.alarms import KINDS
-from tribe.health.report import Health
-from tribe.streams.shadow import source_is_ahead
 from tribe.testing import images, ready
 from tribe.testing.shared import small_backbone
 from watching import pictures
@@ -55,7 +53,9 @@ def test_the_source_answers_and_the_state_is_that_without_shadow(name, streams):
     assert all_equal(played(shadow, [7, 8], streams), played(open_, [7, 8], streams))
     assert shadow.digest() == open_.digest()
     shadow.demote()
-    assert all_equal(played(shadow, [9], streams), [p.softmax(-1) if name == "lame" else p for p in played(source, [9], streams)])
+    assert all_equal(
+        played(shadow, [9], streams), [p.softmax(-1) if name == "lame" else p for p in played(source, [9], streams)]
+    )
     played(open_, [9], streams)
     assert shadow.digest() == open_.digest()
 

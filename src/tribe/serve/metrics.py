@@ -17,7 +17,7 @@ log = logging.getLogger("tribe.serve")
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # upper ends of buckets
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-ANSWERED = ("adapted", "unchanged", "predicted", "source")  # outcomes of requests that were answered
+ANSWERED = ("adapted", "unchanged", "predicted", "shadow", "source")  # outcomes of requests that were answered
 REASONS = {"refused": "REJECTED", "canceled": "CANCELED", "failed": "BACKEND"}  # of the others: Triton's reasons
 COMMON = ("model", "version")  # labels of every metric of a worker
 STREAM_GAUGES = {  # entries of the description of a stream -> the help text of tribe_stream_NAME
@@ -33,6 +33,8 @@ STREAM_GAUGES = {  # entries of the description of a stream -> the help text of 
     "accuracy_high": "Upper end of its 90 % interval.",
     "accuracy_overall": "Estimated accuracy of the whole stream; with a calibration.",
     "source_agreement": "Share of the last images on which the source model agrees.",
+    "shadow": "1 if the stream is in shadow: the source model answers.",
+    "differ": "Share of the last images that source and adapted model answer differently.",
     "held": "Images that the guard excluded from learning.",
     "returned": "How often the guard returned the stream to its last good state.",
     "alarms": "Alarms that are on now.",
@@ -62,6 +64,7 @@ class Metrics:
             "tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=self.registry
         )
         self._alarms = self._counter("tribe_alarms_total", "Alarms that began, by kind.", "kind")
+        self._demotions = self._counter("tribe_demotions_total", "Streams that went back to shadow, by whom.", "by")
         self.held = self._total("tribe_guard_held_images_total", "Images that the guard excluded from learning.")
         self.returned = self._total("tribe_guard_returns_total", "Returns of streams to a good state by the guard.")
 
@@ -77,6 +80,10 @@ class Metrics:
     def alarm_began(self, kind: str) -> None:
         """Count an alarm."""
         self._alarms.labels(*self._common, kind).inc()
+
+    def demoted_by(self, who: str) -> None:
+        """Count a stream that went back to shadow: by a "person" or the "policy"."""
+        self._demotions.labels(*self._common, who).inc()
 
     def read(
         self,
