@@ -1,6 +1,7 @@
 """Shadow mode: the source answers, and the state learns as if it did not. Nothing is lost on the way in and out."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ import torch
 import tribe
 from networks import batch
 from tribe.health.alarms import KINDS
-from tribe.testing import images, ready
+from tribe.health.estimate import Features
+from tribe.health.regression import GaussianProcess
+from tribe.io import states
+from tribe.testing import images, ready, small_network
 from tribe.testing.shared import small_backbone
-from watching import pictures
+from watching import calibration_of, pictures
 
 NET = small_backbone()
 METHODS = ["tribe", "tent", "rotta", "lame", "bn", "tribe+guard+time", "tent+watch", "tribe+rare"]
@@ -157,8 +161,6 @@ def test_the_mode_is_in_the_file_and_goes_on(tmp_path):
 
 
 def test_a_file_that_counts_other_streams_in_its_shadow_is_refused(tmp_path):
-    from tribe.io import states
-
     tribe.adapt(NET, shadow=True).save(tmp_path / "a")
     states.write(tmp_path / "b", states.read(tmp_path / "a")._replace(shadow=[True, False]))
     with pytest.raises(tribe.StateFileError, match="in shadow"):
@@ -309,4 +311,40 @@ def test_alarms_of_the_camera_do_not_demote():
     for _ in range(20):
         adapter(torch.zeros(16, 3, 8, 8))
     assert set(adapter.health[0].alarms) & set(KINDS)
+    assert not adapter.info[0].shadow
+
+
+def calibration_where(own, source):
+    """A calibration that finds these log-odds of the accuracy in every window, of the method and of the source."""
+    seen = torch.zeros(20, len(Features._fields))
+    seen[:, 0] = torch.linspace(-1, 3, 20)
+    made = calibration_of(small_network(), "bn")
+    fitted = (GaussianProcess.fit(seen, torch.full((20,), value), torch.full((20,), 0.1)) for value in (own, source))
+    one, other = (replace(made.estimator, model=model, spread=0.0) for model in fitted)
+    return replace(made, estimator=replace(one, source=other))
+
+
+@pytest.mark.parametrize(("own", "source", "demoted"), [(-1.0, 3.0, True), (3.0, -1.0, False), (1.0, 1.1, False)])
+def test_an_estimate_below_the_sources_demotes_where_the_intervals_do_not_explain_it(own, source, demoted):
+    heard = []
+    policy = tribe.Shadow(begin=False, demote=True)
+    adapter = tribe.adapt(small_network(), "bn", health=calibration_where(own, source), shadow=policy, on_event=heard.append)
+    played(adapter, range(8))
+    assert not adapter.info[0].shadow, "48 images: it is not looked at yet"
+    played(adapter, [8])
+    assert adapter.info[0].shadow == demoted
+    events = [event for event in heard if event.kind == "demoted"]
+    assert len(events) == demoted
+    if demoted:
+        (health,) = adapter.health
+        assert events[0].image == 54
+        assert events[0].numbers["source_accuracy"] == pytest.approx(health.source_accuracy, abs=0.05)
+        assert events[0].numbers["high"] < events[0].numbers["source_accuracy"]
+        assert f"{events[0].numbers['accuracy']:.0%}" in events[0].words
+
+
+def test_a_policy_may_leave_the_estimate_out():
+    policy = tribe.Shadow(begin=False, demote=True, accuracy=False)
+    adapter = tribe.adapt(small_network(), "bn", health=calibration_where(-1.0, 3.0), shadow=policy)
+    played(adapter, range(20))
     assert not adapter.info[0].shadow

@@ -98,12 +98,11 @@ def source_is_ahead(health: Health) -> tuple[str, dict[str, float]] | None:
 
     Either estimate is outside the interval of the other: a difference that the intervals explain demotes nobody.
     """
-    own = health.accuracy, health.high
-    theirs = getattr(health, "source_accuracy", None), getattr(health, "source_low", None)
-    if None in own or None in theirs or not (own[0] < theirs[1] and own[1] < theirs[0]):
+    accuracy, high, source, low = health.accuracy, health.high, health.source_accuracy, health.source_low
+    if accuracy is None or high is None or source is None or low is None or accuracy >= low or high >= source:
         return None
-    words = f"the estimated accuracy is {own[0]:.0%}, and that of the source {theirs[0]:.0%}"
-    return words, {"accuracy": own[0], "high": own[1], "source_accuracy": theirs[0], "source_low": theirs[1]}
+    words = f"the estimated accuracy is {accuracy:.0%}, and that of the source {source:.0%}"
+    return words, {"accuracy": accuracy, "high": high, "source_accuracy": source, "source_low": low}
 
 
 class Answers(NamedTuple):
