@@ -328,7 +328,9 @@ def calibration_where(own, source):
 def test_an_estimate_below_the_sources_demotes_where_the_intervals_do_not_explain_it(own, source, demoted):
     heard = []
     policy = tribe.Shadow(begin=False, demote=True)
-    adapter = tribe.adapt(small_network(), "bn", health=calibration_where(own, source), shadow=policy, on_event=heard.append)
+    adapter = tribe.adapt(
+        small_network(), "bn", health=calibration_where(own, source), shadow=policy, on_event=heard.append
+    )
     played(adapter, range(8))
     assert not adapter.info[0].shadow, "48 images: it is not looked at yet"
     played(adapter, [8])
