@@ -139,7 +139,7 @@ class Controls:
         At most `TOGETHER` of them after a name; the answer says after which one to go on, and why others, such as
         those of another worker, stay as they are.
         """
-        names, owned = set(self.sessions.by_name), dict[str, bool]()
+        here, owned = set(self.sessions.by_name), dict[str, bool]()
         if (store := self.runtime.store) is not None:
             try:
                 prefix = user.token.streams
@@ -147,16 +147,15 @@ class Controls:
             except StoreDown as error:
                 raise Unavailable(str(as_serve_error(error)), self.policy.retry_most) from error
             owned = {entry.stream: not entry.held or entry.owner == self.runtime.owner for entry in entries}
-        names = sorted(name for name in names | owned.keys() if name > after and user.can_access(name))[:TOGETHER]
+        names = sorted(name for name in here | owned.keys() if name > after and user.can_access(name))[:TOGETHER]
         changed, failed = list[str](), dict[str, str]()
         for name in names:
-            here = name in self.sessions.by_name
             try:
                 if not owned.get(name, True):
                     raise NotOwner("another worker owns it")
                 await self(action, name)
                 changed.append(name)
-                if not here:
+                if name not in here:
                     await self("end", name)
             except EXPECTED as error:
                 failed[name] = str(as_serve_error(error))

@@ -362,7 +362,7 @@ def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -
 
 def answer_parameters(result: InferResult, stream: str | None) -> dict[str, Parameter]:
     """Return the parameters of an answer: facts about the stream."""
-    facts = {"adapted": result.adapted, "answered": result.answered, "stream": stream}
+    facts: dict[str, Parameter | None] = {"adapted": result.adapted, "answered": result.answered, "stream": stream}
     facts |= {"clock": result.clock, "generation": result.generation}
     parameters = {f"tribe_{name}": value for name, value in facts.items() if value is not None}
     return parameters | {f"tribe_health_{name}": value for name, value in health_facts(result).items()}

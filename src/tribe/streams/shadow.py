@@ -40,9 +40,9 @@ class Shadow:
     accuracy: bool = True  # whether an estimated accuracy below the source's demotes, too; needs a calibration
 
     def __post_init__(self) -> None:
-        for name in ("begin", "demote", "accuracy"):
-            value = getattr(self, name)
-            require(isinstance(value, bool), f"{name} of a shadow is True or False", value)
+        switches = self.begin, self.demote, self.accuracy
+        fine = all(isinstance(value, bool) for value in switches)
+        require(fine, "begin, demote and accuracy of a shadow are True or False", switches)
         fine = isinstance(self.alarms, tuple) and all(alarm in KINDS for alarm in self.alarms)
         require(fine, f"alarms of a shadow are some of {', '.join(KINDS)}", self.alarms)
 
