@@ -126,7 +126,7 @@ class Controls:
             self.sessions.check_still_here(session)
             await self._change(session, lambda: self.fleet.set_shadow(stream, shadow))
         if shadow:
-            self.runtime.metrics.demoted_by("person")
+            self.runtime.metrics.demotions["person"].inc()
         kind, words = ("demoted", SHADOW) if shadow else ("promoted", "what adapts answers from now on")
         self.runtime.events.add(kind, words, stream)
         if self.sessions.writer is not None:

@@ -67,7 +67,8 @@ class Metrics:
             "tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=self.registry
         )
         self._alarms = self._counter("tribe_alarms_total", "Alarms that began, by kind.", "kind")
-        self._demotions = self._counter("tribe_demotions_total", "Streams that went back to shadow, by whom.", "by")
+        demotions = self._counter("tribe_demotions_total", "Streams that went back to shadow.", "cause")
+        self.demotions = {who: demotions.labels(*self._common, who) for who in ("person", "policy")}
         self.held = self._total("tribe_guard_held_images_total", "Images that the guard excluded from learning.")
         self.returned = self._total("tribe_guard_returns_total", "Returns of streams to a good state by the guard.")
 
@@ -83,10 +84,6 @@ class Metrics:
     def alarm_began(self, kind: str) -> None:
         """Count an alarm."""
         self._alarms.labels(*self._common, kind).inc()
-
-    def demoted_by(self, who: str) -> None:
-        """Count a stream that went back to shadow: by a "person" or the "policy"."""
-        self._demotions.labels(*self._common, who).inc()
 
     def read(
         self,

@@ -251,7 +251,7 @@ class Worker:
             with self.runtime.after_commit.isolated("an alarm of it", str(event.stream)):
                 numbers = {"image": event.image, "since": event.since} | event.numbers
                 if event.kind == DEMOTED:
-                    self.metrics.demoted_by("policy")
+                    self.metrics.demotions["policy"].inc()
                     self.log.add(DEMOTED, event.words, str(event.stream), logging.DEBUG, **numbers)
                     continue
                 self.metrics.alarm_began(event.kind)

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from tribe.fields import require
 from tribe.health.alarms import KINDS
-from tribe.health.guard import GONE_WRONG
 from tribe.health.report import WORDINGS, Event, Health
 from tribe.methods import AnyMethod, Pipeline
 from tribe.streams.batching import EntryGroup, Runner
 from tribe.streams.budget import Began
 from tribe.streams.entries import Entry
 
-WRONG = KINDS[GONE_WRONG]  # alarms of adapting that goes wrong
+WRONG = ("drift", "collapse", "scatter")  # alarms of adapting that goes wrong
 OFTEN = 50  # images of a stream between two looks at its estimated accuracy
 DEMOTED = "demoted"  # the kind of the event
 Modes = tuple[bool, ...]  # which streams of an entry are in shadow
@@ -41,8 +40,8 @@ class Shadow:
 
     def __post_init__(self) -> None:
         switches = self.begin, self.demote, self.accuracy
-        fine = all(isinstance(value, bool) for value in switches)
-        require(fine, "begin, demote and accuracy of a shadow are True or False", switches)
+        whole = all(isinstance(value, bool) for value in switches)
+        require(whole, "begin, demote and accuracy of a shadow are True or False", switches)
         fine = isinstance(self.alarms, tuple) and all(alarm in KINDS for alarm in self.alarms)
         require(fine, f"alarms of a shadow are some of {', '.join(KINDS)}", self.alarms)
 

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
@@ -76,7 +77,7 @@ async def test_after_the_promotion_it_answers_as_if_it_had_never_been_in_shadow(
         assert (await worker.control("demote", "cam"))["shadow"] is True
         assert (await worker.infer("cam", batch(3))).answered == "source"
         await other.infer("cam", batch(3))
-        assert worker.metrics.total("tribe_demotions_total", by="person") == 1
+        assert worker.metrics.total("tribe_demotions_total", cause="person") == 1
         assert kinds(worker)[-2:] == ["promoted", "demoted"]
         text = worker.metrics_text(streams=True)
     assert fleet.digest("cam") == never.digest("cam")
@@ -99,7 +100,6 @@ async def test_the_mode_is_stored_before_the_answer_and_survives_a_crash(tmp_pat
         found = {name: await worker.infer(name, batch(1)) for name in "ab"}
     assert (found["a"].answered, found["b"].answered) == ("source", "adapted")
     assert all(answer.clock == 2 and answer.generation == 2 for answer in found.values())
-    assert dict.fromkeys((), other.store) == {}
     for task in crashed._chores:
         task.cancel()
     crashed.runtime.close()
@@ -174,7 +174,7 @@ async def test_adapting_that_goes_wrong_demotes_and_the_answer_says_who_gave_it(
     assert event.stream == "cam"
     assert "run away" in event.words
     assert event.numbers["image"] == 6 * last
-    assert worker.metrics.total("tribe_demotions_total", by="policy") == 1
+    assert worker.metrics.total("tribe_demotions_total", cause="policy") == 1
     assert kinds(worker).count("demoted") == 1
     assert "alarm-drift" in kinds(worker)
     assert "alarm-demoted" not in kinds(worker)
@@ -198,6 +198,25 @@ def test_the_server_takes_the_mode_and_the_policy():
         Server(net, port=0, policy=Policy(demote=True))
     with pytest.raises(ValueError, match="demote"):
         Policy(demote="auto")
+
+
+def test_the_command_begins_streams_in_shadow_and_takes_the_policy():
+    reader, writer = os.pipe()
+    options = ("--shadow", "--guard", "--set", "policy.demote=true")
+    process = Process("-m", "tribe", "serve", "--port", 0, *options, stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader) as said:
+        port = re.search(r"127\.0\.0\.1:(\d+)", said.readline())[1]
+        with Client(f"http://127.0.0.1:{port}") as client:
+            digits = np.random.default_rng(0).random((2, 1, 28, 28), np.float32)
+            before = client.infer("cam", digits).facts
+            assert client.promote() == {}
+            after = client.infer("cam", digits).facts
+        os.kill(process.pid, signal.SIGTERM)
+        said.read()
+    assert process.end().code == 0
+    assert (before["tribe_answered"], before["tribe_adapted"], before["tribe_clock"]) == ("source", False, 1)
+    assert (after["tribe_answered"], after["tribe_clock"]) == ("adapted", 2)
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
