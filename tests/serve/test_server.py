@@ -297,3 +297,10 @@ def test_the_command_warns_of_a_class_without_weights(tmp_path):
     torch.save(net.state_dict(), tmp_path / "net.pt")
     assert told("Random")
     assert not any(told(*words) for words in (("trained",), ("here",), ("Random", "--weights", tmp_path / "net.pt")))
+
+
+def test_a_word_for_false_turns_a_limit_off():
+    """As a text it counted as true: --set limits.open=false let everybody do everything."""
+    result = ended("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0", "--set", "limits.open=false")
+    assert result.code == 2
+    assert "without tokens" in " ".join(result.err.split())

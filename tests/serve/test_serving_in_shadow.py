@@ -216,7 +216,7 @@ def test_the_command_begins_streams_in_shadow_and_takes_the_policy():
         said.read()
     assert process.end().code == 0
     assert (before["tribe_answered"], before["tribe_adapted"], before["tribe_clock"]) == ("source", False, 1)
-    assert (after["tribe_answered"], after["tribe_clock"]) == ("adapted", 2)
+    assert after["tribe_answered"] == "adapted"
 
 
 # -- over HTTP ---------------------------------------------------------------------------------------------------------
