@@ -177,7 +177,7 @@ class Streams(Histories):
         return found if self._single else [event._replace(stream=name) for event in found]
 
     def _publish(self, events: list[Event]) -> None:
-        """Demote the streams that events say so of, and tell of all; never raise."""
+        """Demote the streams whose events say so, then keep, log and send all events."""
         for event in events:
             if event.kind == DEMOTED:
                 name, stream = (self._single, event.stream) if self._single else (event.stream, 0)
@@ -265,11 +265,11 @@ class Streams(Histories):
     ) -> None:
         """Replace a state by one that no step made, or add an entry with it; None: as the entry is."""
         with self.lock:
-            self._retired = None
+            self._retired, as_now = None, frozen is None and shadow is None
             entry = self._with_state(self.table.entries.get(name), state)
             frozen, history = entry.frozen if frozen is None else frozen, history or entry.history
             new = replace(entry, frozen=frozen, history=history, shadow=shadow or entry.shadow, differ=None)
-            self.table.put({name: new})
+            self.table.put({name: new}, keeps_modes=as_now)
 
     def _with_state(self, entry: Entry | None, state: Any) -> Entry:
         """The entry with a state that no step made: its alarms have been reported."""
