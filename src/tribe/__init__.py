@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tribe.streams.adapter import Adapter, adapt, load
     from tribe.streams.budget import Budget, Deadline
     from tribe.streams.fleet import Fleet, fleet
+    from tribe.streams.shadow import Shadow
 
 _HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where there is no torch
     "tribe": ("core", "filters", "health", "io", "methods", "norms", "onnx", "streams"),
@@ -64,6 +65,7 @@ _HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where th
     "tribe.streams": ("Fleet", "fleet"),
     "tribe.streams.adapter": ("Adapter", "adapt", "load"),
     "tribe.streams.budget": ("Budget", "Deadline"),
+    "tribe.streams.shadow": ("Shadow",),
 }
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "Prepared",
     "Record",
     "Report",
+    "Shadow",
     "Snapshot",
     "StateFileError",
     "Stats",

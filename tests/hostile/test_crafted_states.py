@@ -30,7 +30,7 @@ def watched_fleet(method="tribe", guard=True, time="time"):
     """A fleet whose streams "victim" and "hostile" have learned from a batch."""
     net = small_network()
     built = small(ready(method)) if isinstance(method, str) else method
-    health = calibration_of(net, f"{built.name}+guard") if guard else False
+    health = calibration_of(net, f"{built.name}+guard" + (f"+{time}" if time else "")) if guard else False
     fleet = tribe.fleet(net, built, guard=guard, health=health, time=time)
     fleet({name: pictures(1, 5, seed)[0] for seed, name in enumerate(("victim", "hostile"))})
     return fleet

@@ -90,6 +90,17 @@ def test_a_state_file_holds_what_the_library_writes(session, tmp_path):
     assert tribe.load(tmp_path / "frozen", digits_network()).info[0].frozen
 
 
+def test_a_state_in_shadow_is_refused(session, tmp_path):
+    """A session would answer by what adapts, although nobody has promoted it."""
+    session("digits").save(tmp_path / "state")
+    adapter = tribe.load(tmp_path / "state", digits_network()).demote()
+    adapter.save(tmp_path / "shadow")
+    with pytest.raises(ModelFileError, match="shadow"):
+        session("digits").load(tmp_path / "shadow")
+    adapter.promote().save(tmp_path / "shadow")
+    session("digits").load(tmp_path / "shadow")
+
+
 def test_a_file_with_a_time_filter_goes_both_ways(session, tmp_path):
     ours, adapter = session("marked"), marked()
     x = torch.rand(6, 3, 8, 8)

@@ -27,7 +27,7 @@ def test_the_stream_may_be_named_in_a_header_or_a_parameter(server):
         answer = infer(server, **options)
         assert answer.status_code == 200
         assert answer.json()["parameters"]["tribe_stream"] == "7"
-    assert infer(server).json()["parameters"] == {"tribe_adapted": False}
+    assert infer(server).json()["parameters"] == {"tribe_adapted": False, "tribe_answered": "source"}
     refused(infer(server, sequence_id="a", headers={"x-tribe-stream": "b"}), 400, "'a'", "'b'")
     twice = [("x-tribe-stream", "a"), ("x-tribe-stream", "a")]
     refused(web.post(f"{server.url}/v1/predict", content=encode_npy(IMAGES), headers=twice), 400, "2 times")

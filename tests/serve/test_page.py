@@ -330,3 +330,34 @@ def test_alarms_and_what_does_not_adapt_can_be_found_among_many(visit, server):
         assert page.get_by_role("button", name=f"Reset: still-{state}").is_enabled() == changeable
     page.get_by_label("Name contains").fill("nothing like this")
     expect(page.locator("#empty")).to_have_text("No stream fits the choice above.")
+
+
+def test_streams_in_shadow_are_seen_promoted_and_demoted(visit):
+    """The page says who answers, how many answers differ, and both estimated accuracies."""
+    net = small_network()
+    fleet = tribe.fleet(net, "bn", health=calibration_of(net, "bn"), shadow=True)
+    with serving(Worker(fleet)) as server, Client(server.url, "small") as client:
+        for name in ("door", "gate"):
+            client.predict(name, pictures(1, 16)[0].numpy())
+        client.promote("gate")
+        page = visit(server.url, "phone")
+        expect(row(page, "door").locator(".shadow")).to_have_text("in shadow")
+        expect(row(page, "gate").locator(".shadow")).to_be_hidden()
+        expect(page.locator("#summary")).to_contain_text("1 in shadow")
+        page.get_by_label("Show").select_option("shadow")
+        expect(page.locator("#rows > tr:not(.detail)")).to_have_count(1)
+        page.get_by_role("button", name="door", exact=True).click()
+        facts = page.locator("tr.detail dl")
+        expect(facts).to_contain_text("Answered by: the source model")
+        known = client.stream("door")
+        expect(facts).to_contain_text(f"Answers that differ from the source's: {round(100 * known['differ'])} %")
+        expect(facts).to_contain_text("Estimated accuracy of the source: ")
+        page.get_by_label("Show").select_option("all")
+        do(page, "Promote", "door")
+        expect(page.locator("#said")).to_have_text("door answers by what it has learned.")
+        expect(facts).to_contain_text("Answered by: what adapts")
+        assert not client.stream("door")["shadow"]
+        do(page, "Demote", "gate")
+        expect(row(page, "gate").locator(".shadow")).to_have_text("in shadow")
+        assert client.stream("gate")["shadow"]
+        assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]

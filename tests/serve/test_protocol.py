@@ -126,7 +126,13 @@ def test_outputs_are_returned_as_they_were_asked_for(outputs, default, expected)
     content, size = protocol.encode_infer(RESULT, request, MODEL)
     found = json.loads(content[:size])
     assert found["id"] == "7"
-    facts = {"tribe_adapted": True, "tribe_stream": "cam", "tribe_clock": 5, "tribe_generation": 2}
+    facts = {
+        "tribe_adapted": True,
+        "tribe_answered": "adapted",
+        "tribe_stream": "cam",
+        "tribe_clock": 5,
+        "tribe_generation": 2,
+    }
     assert found["parameters"] == facts | {"tribe_health_entropy": 0.5, "tribe_health_alarms": "black,dark"}
     (output,) = found["outputs"]
     assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [2, 4])

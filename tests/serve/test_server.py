@@ -253,7 +253,7 @@ def clean_folder(folder):
 def test_the_command_serves_a_fitted_guard_a_time_filter_and_health_at_once(tmp_path):
     """The full configuration could not be served: the guard was unfitted, and a guard in the name refused --health."""
     path, net = tmp_path / "health.safetensors", tribe.models.load("compact", tribe.models.find("compact", "mnist"))
-    calibration_of(net, "tribe+guard", 10).save(path)
+    calibration_of(net, "tribe+guard+time", 10).save(path)
     (tmp_path / "clean").mkdir()
     clean_folder(tmp_path / "clean")
     first = ("-m", "tribe", "serve", "--port", 0, "--health", path)
@@ -297,3 +297,10 @@ def test_the_command_warns_of_a_class_without_weights(tmp_path):
     torch.save(net.state_dict(), tmp_path / "net.pt")
     assert told("Random")
     assert not any(told(*words) for words in (("trained",), ("here",), ("Random", "--weights", tmp_path / "net.pt")))
+
+
+def test_a_word_for_false_turns_a_limit_off():
+    """As a text it counted as true: --set limits.open=false let everybody do everything."""
+    result = ended("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0", "--set", "limits.open=false")
+    assert result.code == 2
+    assert "without tokens" in " ".join(result.err.split())

@@ -308,3 +308,38 @@ def test_without_a_method_a_budget_takes_the_one_that_follows_in_one_pass():
     with pytest.warns(UserWarning, match="1.10 x"):
         adapter(images(1, 6)[0])
     assert adapter.method.learn_every == 0
+
+
+class StopWatch:
+    """A clock for calls whose parts take these seconds, one after the other; it is read around each part."""
+
+    def __init__(self, *parts):
+        self.now, self.parts = 0.0, list(parts)
+
+    def __call__(self):
+        now, self.now = self.now, self.now + (self.parts.pop(0) if self.parts else 0.0)
+        return now
+
+
+def test_the_pass_of_the_source_is_part_of_a_call_with_a_deadline():
+    """In shadow a call takes that pass, too: learning in 10 ms and the source in 15 ms do not fit in 20 ms."""
+    watch = StopWatch()
+    adapter = tribe.adapt(
+        small_network(), deadline_ms=Deadline(20, costs=StepCosts(0.010, 0.004), clock=watch), shadow=True
+    )
+    for learn, unlearned in ((0.010, 0), (0.004, 6), (0.004, 12)):
+        watch.parts = [learn, 0.015, 0.0, 0.0]  # a step, the source's pass, the rest
+        play(adapter, [0])
+        assert adapter.info[0].unlearned == unlearned
+    adapter.promote()
+    for learn, unlearned in ((0.004, 18), (0.010, 18), (0.010, 18)):  # the first one does not know it yet
+        watch.parts = [learn, 0.0]
+        play(adapter, [0])
+        assert adapter.info[0].unlearned == unlearned
+
+
+def test_a_budget_is_that_of_the_method_also_in_shadow():
+    shadow, open_ = (tribe.adapt(small_network(), budget=Budget(4, COSTS), shadow=shadow) for shadow in (True, False))
+    play(shadow, range(5)), play(open_, range(5))
+    assert shadow.method == open_.method
+    assert shadow.digest() == open_.digest()

@@ -109,3 +109,43 @@ def test_on_a_gpu_streams_agree_with_adapters(monkeypatch):
         x = images(1, 2)[0].cuda()
         assert torch.allclose(fleet.predict({name: x})[name], adapter.predict(x), atol=5e-3)
         assert fleet.info(name).images == adapter.info[0].images
+
+
+def test_the_pass_of_the_source_leaves_captured_steps_as_they_are(recorded):
+    """In shadow each call passes the source beside a replay, whose static memory holds the states."""
+    net = small_backbone()
+    shadow, open_, source = (
+        tribe.adapt(net, **options)
+        for options in (
+            {"h0": 2.0, "streams": 2, "shadow": True},
+            {"h0": 2.0, "streams": 2},
+            {"method": "source", "streams": 2},
+        )
+    )
+    for seed in range(4):
+        x = images(2, 6, seed)
+        answers, adapted, plain = shadow(x), open_(x), source(x)
+        assert torch.equal(answers, plain)
+        assert shadow.digest() == open_.digest()
+    assert shadow.capture_disabled_reason is None
+    shadow.promote(0)
+    for seed in range(4, 7):
+        x = images(2, 6, seed)
+        answers, adapted, plain = shadow(x), open_(x), source(x[:, :])
+        assert torch.equal(answers[0], adapted[0])
+        assert torch.allclose(answers[1], plain[1], atol=1e-5)
+        assert not torch.equal(adapted, plain)
+        assert shadow.digest() == open_.digest()
+
+
+@gpu
+def test_on_a_gpu_streams_in_shadow_learn_as_others_do():
+    net = small_backbone().cuda()
+    shadow, open_ = (tribe.adapt(net, h0=2.0, shadow=shadow) for shadow in (True, False))
+    source = tribe.adapt(net, "source", graphs=False)
+    for seed in range(6):
+        x = images(1, 6, seed)[0].cuda()
+        open_(x)
+        assert torch.allclose(shadow(x), source(x), atol=1e-5)
+    x = images(1, 6, 9)[0].cuda()
+    assert torch.allclose(shadow.promote()(x), open_(x), atol=5e-3)

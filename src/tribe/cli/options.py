@@ -167,7 +167,13 @@ def parse_lists(texts: Sequence[str] | None, option: str) -> dict[str, list[Any]
 
 
 def _value(text: str) -> Any:
-    """Return a Python literal, or else the text itself."""
+    """Return a Python literal, true and false among them, or else the text itself: "false" would count as true.
+
+    >>> _value("false"), _value("0.5"), _value("sgd")
+    (False, 0.5, 'sgd')
+    """
+    if text.strip() in ("true", "false"):
+        return text.strip() == "true"
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError):

@@ -32,6 +32,10 @@ class StreamInfo(NamedTuple):
     student_agreement: float  # share of the last batch that teacher and student classify alike; 1 without a student
     anchor_agreement: float  # the same of the teacher and the anchor, which keeps the source's parameters
     unlearned: int = 0  # images that were only predicted, because a deadline left no time to learn from them
+    shadow: bool = False  # whether the stream is in shadow: the source answers, and the method goes on learning
+    # Share of about the last 500 images that source and adapted model answer differently: in shadow of all images, else
+    # of those that a guard or health also asks the source about. None: not known.
+    differ: float | None = None
 
 
 class Health(NamedTuple):
@@ -71,11 +75,14 @@ def describe_streams(
     poisoned: Sequence[tuple[int, ...]],
     frozen: Sequence[bool],
     unlearned: Sequence[int] | None = None,
+    shadow: Sequence[bool] | None = None,
+    differ: Sequence[float | None] | None = None,
 ) -> list[StreamInfo]:
     """Return a report on each stream; ``poisoned`` are the positions of bad images in its last batch."""
     columns = {name: t.tolist() for name, t in info._asdict().items()}
     columns |= {"steps": steps.tolist(), "poisoned": poisoned, "frozen": frozen}
-    columns |= {"unlearned": unlearned or [0] * len(frozen)}
+    columns |= {"unlearned": unlearned or [0] * len(frozen), "shadow": shadow or [False] * len(frozen)}
+    columns |= {"differ": differ or [None] * len(frozen)}
     return [StreamInfo(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

@@ -30,15 +30,22 @@ class Saved(NamedTuple):
     frozen: bool
     fingerprint: str  # of the network
     tensors: dict[str, Tensor]  # of the state, by name
+    shadow: list[bool]  # which streams are in shadow; empty: none
+
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Which streams are in shadow, one mark each."""
+        return tuple(self.shadow) or (False,) * self.streams
 
 
 STATE = Kind(
     "tribe-state",
     1,
-    {"method": str, "fields": dict, "streams": int, "frozen": bool, "fingerprint": str},
+    {"method": str, "fields": dict, "streams": int, "frozen": bool, "fingerprint": str, "shadow": [bool]},
     noun="tribe state file",
     advice="Use a file that Adapter.save wrote, or start anew with tribe.adapt",
     error=StateFileError,
+    defaults={"shadow": []},
 )
 
 
@@ -72,6 +79,11 @@ def decode(data: bytes, name: str = "bytes") -> Saved:
 
 def _checked(path: str | PathLike[str], header: dict[str, Any], tensors: dict[str, Tensor]) -> Saved:
     saved = Saved(**header, tensors=tensors)
+    if len(saved.shadow) not in (0, saved.streams):
+        raise StateFileError(
+            f"{path} is damaged: it says of {len(saved.shadow)} streams whether they are in shadow; expected "
+            f"{saved.streams}. {STATE.advice}"
+        )
     # The file's own tensors must agree with its header before a state of that many streams is allocated.
     seeds = next((t for name, t in tensors.items() if name.split(".")[-2:] == ["key", "seed"]), None)
     if seeds is None or seeds.dim() != 1 or not 1 <= saved.streams == len(seeds):

@@ -7,7 +7,7 @@ digest covers the header and all tensors, so a damaged file is recognised.
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Kind:
     noun: str  # what messages call a file
     advice: str  # what to do about a file that cannot be used
     error: type[TensorFileError] = TensorFileError
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of fields that are written only if they differ
 
 
 def content_digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
@@ -65,7 +66,10 @@ def encode(kind: Kind, header: Mapping[str, Any], tensors: Mapping[str, Tensor])
     """Return the bytes of a tensor file."""
     placed = portable(tensors)
     metadata = {"format": kind.format, "schema": str(kind.schema), "tribe": __version__}
-    metadata |= {name: value if kind.fields[name] is str else json.dumps(value) for name, value in header.items()}
+    written = {
+        name: value for name, value in header.items() if name not in kind.defaults or value != kind.defaults[name]
+    }
+    metadata |= {name: value if kind.fields[name] is str else json.dumps(value) for name, value in written.items()}
     metadata["digest"] = content_digest(metadata, placed)
     return save(placed, metadata)
 
@@ -152,7 +156,8 @@ def _checked(
         header = {
             name: metadata[name] if schema is str else json_files.parse(metadata[name], schema, name)
             for name, schema in kind.fields.items()
+            if name in metadata or name not in kind.defaults
         }
     except (KeyError, ValueError) as error:
         raise kind.error(f"{path} is damaged: its header cannot be read ({error}). {kind.advice}") from error
-    return header, tensors
+    return {**kind.defaults, **header}, tensors

@@ -61,6 +61,9 @@ def read(path: str | PathLike[str]) -> tuple[StateHeader, State]:
         raise ModelFileError(f"{path} is a safetensors file, but not a tribe state file of schema 1. {ADVICE}")
     if metadata.get("digest") != content_digest(metadata, state):
         raise ModelFileError(f"{path} is damaged: it does not hold what was saved. {ADVICE}")
+    if "shadow" in metadata:
+        words = "is of a stream in shadow, where the source answers; a session answers with what adapts"
+        raise ModelFileError(f"{path} {words}. Promote the stream, then save it again")
     try:
         schemas = {"fields": dict, "streams": int, "frozen": bool}
         parsed = {name: json_files.parse(metadata[name], schema, name) for name, schema in schemas.items()}

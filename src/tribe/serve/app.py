@@ -42,7 +42,8 @@ METRICS = "text/plain; version=0.0.4; charset=utf-8"
 SINGLE = (  # headers of which a request may have one only: a proxy may read the other one
     *("x-tribe-stream", "inference-header-content-length", "content-encoding", "authorization", "host", "origin"),
 )
-ACTIONS = ("end", "reset", "freeze", "unfreeze", "snapshot", "rollback")  # on a stream
+ACTIONS = ("end", "reset", "freeze", "unfreeze", "promote", "demote", "snapshot", "rollback")  # on a stream
+ALL = ("promote", "demote")  # on all streams of a token
 PAGE = {  # path -> file, type
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -62,6 +63,12 @@ class StreamsQuery(msgspec.Struct, forbid_unknown_fields=True):
 
     stored: bool = False  # also names of the streams in the store, in order, a page of them
     after: str = ""  # the last name of the page before
+
+
+class AllQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """The query of an action on all streams."""
+
+    after: str = ""  # the name that the answer before says
 
 
 class MetricsQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -148,6 +155,7 @@ def _routes(handlers: "Handlers") -> list[Route]:
         route("PUT", stream, partial(handlers.control, action="create")),
         route("DELETE", stream, partial(handlers.control, action="drop")),
         *(route("POST", f"{stream}/{action}", partial(handlers.control, action=action)) for action in ACTIONS),
+        *(route("POST", f"/v1/{action}", partial(handlers.control_all, action=action)) for action in ALL),
         route("GET", f"{stream}/thumbnail", handlers.thumbnail),
         route("GET", f"{stream}/state", handlers.get_state),
         route("PUT", f"{stream}/state", handlers.put_state),
@@ -392,6 +400,15 @@ class Handlers:
         elif action in ("drop", "end"):
             self.service.thumbnails.drop(name)
         return as_json(await self.worker.control(action, name, **arguments))
+
+    async def control_all(self, request: Request, action: str) -> Response:
+        """Answer POST /v1/promote and /v1/demote: all streams of the token, a page of them at a time."""
+        request.user.check(action, request.user.token.streams)
+        query = msgspec.convert(_query(request), AllQuery, strict=False)
+        async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
+            protocol.decode_json(bytes(body.strip() or b"{}"), msgspec.json.Decoder(NoArguments))
+        self.service.check_ready()  # it may have stopped meanwhile
+        return as_json(await self.worker.control.set_all(action, request.user, query.after))
 
     async def get_state(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""

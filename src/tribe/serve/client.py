@@ -117,9 +117,28 @@ class Client:
         return self._json("GET", _path(name))
 
     def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
-        """End, reset, freeze, unfreeze, snapshot or roll back a stream."""
+        """End, reset, freeze, unfreeze, promote, demote, snapshot or roll back a stream."""
         body = json.dumps(arguments).encode() if arguments else b""
         return self._json("POST", f"{_path(stream)}/{quote(action)}", body)
+
+    def promote(self, stream: str | None = None) -> dict[str, str]:
+        """Let what adapts answer for a stream or, without one, for all; return why any of these stay as they are."""
+        return self._change_all("promote", stream)
+
+    def demote(self, stream: str | None = None) -> dict[str, str]:
+        """Let the source answer for a stream or, without one, for all; return why any of these stay as they are."""
+        return self._change_all("demote", stream)
+
+    def _change_all(self, action: str, stream: str | None) -> dict[str, str]:
+        if stream is not None:
+            self.control(action, stream)
+            return {}
+        failed, after = dict[str, str](), ""
+        while after is not None:
+            found = self._json("POST", f"/v1/{action}?after={quote(after, safe='')}")
+            failed |= found["failed"]
+            after = found["after"]
+        return failed
 
     def drop(self, stream: str) -> dict[str, Any]:
         """Delete a stream and its stored state."""

@@ -34,6 +34,9 @@ class Policy:
     open_streams: int = 10_000  # most streams that are open at the same time, which tokens share; more get 503
     stored_streams: int = 1_000_000  # most streams in the store; more get 503
 
+    # Shadow
+    demote: bool = False  # alarms of adapting that goes wrong let the source answer, until somebody promotes the stream
+
     # Write-behind
     write_every: float = 0.5  # between two rounds of writing
     write_bytes: int = 256 * 2**20  # bytes of states that one round writes; it writes at least one state
@@ -56,6 +59,7 @@ class Policy:
             value = getattr(self, field.name)
             if field.type is float or (field.name == "deadline" and value is not None):
                 require(is_number(value) and value >= 0, f"{field.name} is a number of seconds, not negative", value)
+        require(isinstance(self.demote, bool), "demote is true or false", self.demote)
         require(
             self.renew + self.margin < self.lease,
             "a lease is renewed before the worker stops learning: renew + margin is less than lease",

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
-from tribe.serve.errors import NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
+from tribe.serve.errors import EXPECTED, NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
 from tribe.serve.runtime import StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, read_intact
@@ -16,6 +16,8 @@ from tribe.serve.store import StoreDown
 from tribe.streams.names import check_stream_name
 
 Description = dict[str, Any]
+TOGETHER = 100  # streams that a request for all of them changes: each is stored, which takes some time
+SHADOW = "the source answers from now on, and adapting goes on in shadow"
 
 
 class SessionSnapshot(NamedTuple):
@@ -37,6 +39,7 @@ class Controls:
     end           learn what waits, store the stream, release it. Its next request opens it again.
     reset         return it to the source model
     freeze        only predict from now on; `unfreeze`: learn again
+    promote       let what adapts answer from now on; `demote`: let the source answer, while it goes on learning
     snapshot      copy the state in memory; the last few copies stay
     rollback      return to the last snapshot, or to the one of the given clock: ``to=120``
     put_state     replace its state by that of a file, or make a stream of it; a wrong file changes nothing
@@ -57,6 +60,7 @@ class Controls:
             **{"create": self._create, "end": self._end, "reset": self._reset, "drop": self._drop},
             **{"snapshot": self._snapshot, "rollback": self._rollback, "put_state": self._put_state},
             **{"freeze": partial(self._set_frozen, frozen=True), "unfreeze": partial(self._set_frozen, frozen=False)},
+            **{"promote": partial(self._set_shadow, shadow=False), "demote": partial(self._set_shadow, shadow=True)},
         }
         if action not in actions:
             raise ValueError(f"no action {action!r}; expected one of {', '.join(actions)}")
@@ -114,6 +118,49 @@ class Controls:
         kind, words = ("frozen", "it only predicts") if frozen else ("unfrozen", "it learns again")
         self.runtime.events.add(kind, words, stream)
         return self._describe(stream)
+
+    async def _set_shadow(self, stream: str, shadow: bool) -> Description:
+        """Change who answers, and store that at once: after a crash nobody may answer who was demoted."""
+        session = await self._owned(stream)
+        async with self.runtime.hold(stream):
+            self.sessions.check_still_here(session)
+            await self._change(session, lambda: self.fleet.set_shadow(stream, shadow))
+        if shadow:
+            self.runtime.metrics.demotions["person"].inc()
+        kind, words = ("demoted", SHADOW) if shadow else ("promoted", "what adapts answers from now on")
+        self.runtime.events.add(kind, words, stream)
+        if self.sessions.writer is not None:
+            await self.sessions.writer.write(session)
+        return self._describe(stream)
+
+    async def set_all(self, action: str, user: Principal, after: str = "") -> dict[str, Any]:
+        """Promote or demote the streams of a user, those that are stored, too, in the order of their names.
+
+        At most `TOGETHER` of them after a name; the answer says after which one to go on, and why others, such as
+        those of another worker, stay as they are.
+        """
+        here, owned = set(self.sessions.by_name), dict[str, bool]()
+        if (store := self.runtime.store) is not None:
+            try:
+                prefix = user.token.streams
+                entries = await self.runtime.run("lookups", lambda: store.list(prefix, TOGETHER, after))
+            except StoreDown as error:
+                raise Unavailable(str(as_serve_error(error)), self.policy.retry_most) from error
+            owned = {entry.stream: not entry.held or entry.owner == self.runtime.owner for entry in entries}
+        names = sorted(name for name in here | owned.keys() if name > after and user.can_access(name))[:TOGETHER]
+        changed, failed = list[str](), dict[str, str]()
+        for name in names:
+            try:
+                if not owned.get(name, True):
+                    raise NotOwner("another worker owns it")
+                await self(action, name)
+                changed.append(name)
+                if name not in here:
+                    await self("end", name)
+            except EXPECTED as error:
+                failed[name] = str(as_serve_error(error))
+        more = names[-1] if len(names) == TOGETHER else None
+        return {"action": action, "changed": changed, "failed": failed, "after": more}
 
     async def _snapshot(self, stream: str) -> Description:
         session = await self._owned(stream)
@@ -197,4 +244,5 @@ class Controls:
         await self._create(stream, user)
         session = await self._owned(stream)
         words = "its state was replaced"  # a file does not hold the ids of requests that it has learned
-        return await self._replace(session, lambda: self.fleet.from_bytes(stream, data), (), "replaced", words)
+        shadow = self.fleet.in_shadow(stream)  # whoever puts a state does not promote the stream by that
+        return await self._replace(session, lambda: self.fleet.from_bytes(stream, data, shadow), (), "replaced", words)

@@ -17,7 +17,7 @@ log = logging.getLogger("tribe.serve")
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # upper ends of buckets
 COUNTS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-ANSWERED = ("adapted", "unchanged", "predicted", "source")  # outcomes of requests that were answered
+ANSWERED = ("adapted", "unchanged", "predicted", "shadow", "source")  # outcomes of requests that were answered
 REASONS = {"refused": "REJECTED", "canceled": "CANCELED", "failed": "BACKEND"}  # of the others: Triton's reasons
 COMMON = ("model", "version")  # labels of every metric of a worker
 STREAM_GAUGES = {  # entries of the description of a stream -> the help text of tribe_stream_NAME
@@ -32,7 +32,12 @@ STREAM_GAUGES = {  # entries of the description of a stream -> the help text of 
     "accuracy_low": "Lower end of its 90 % interval.",
     "accuracy_high": "Upper end of its 90 % interval.",
     "accuracy_overall": "Estimated accuracy of the whole stream; with a calibration.",
+    "source_accuracy": "Estimated accuracy of the source model on the last 500 images; with a calibration.",
+    "source_accuracy_low": "Lower end of its 90 % interval.",
+    "source_accuracy_high": "Upper end of its 90 % interval.",
     "source_agreement": "Share of the last images on which the source model agrees.",
+    "shadow": "1 if the stream is in shadow: the source model answers.",
+    "differ": "Share of the last images that source and adapted model answer differently.",
     "held": "Images that the guard excluded from learning.",
     "returned": "How often the guard returned the stream to its last good state.",
     "alarms": "Alarms that are on now.",
@@ -62,6 +67,8 @@ class Metrics:
             "tribe_http_responses_total", "Answers over HTTP by status.", ["status"], registry=self.registry
         )
         self._alarms = self._counter("tribe_alarms_total", "Alarms that began, by kind.", "kind")
+        demotions = self._counter("tribe_demotions_total", "Streams that went back to shadow.", "cause")
+        self.demotions = {who: demotions.labels(*self._common, who) for who in ("person", "policy")}
         self.held = self._total("tribe_guard_held_images_total", "Images that the guard excluded from learning.")
         self.returned = self._total("tribe_guard_returns_total", "Returns of streams to a good state by the guard.")
 

@@ -25,10 +25,12 @@ const OWNED = new Set(["learning", "frozen", "lag", "resting"]);
 const ASK = {
   freeze: ["Freeze", "It only predicts from then on. What it has learned stays."],
   unfreeze: ["Unfreeze", "It learns from its images again."],
+  promote: ["Promote", "What adapts answers from then on, not the source model."],
+  demote: ["Demote", "The source model answers from then on. It goes on learning in shadow."],
   reset: ["Reset", "It returns to the source model. What it has learned is lost, unless a snapshot has it."],
   rollback: ["Roll back", "It returns to a snapshot. What it has learned since then is lost."],
 };
-const DONE = { freeze: "is frozen", unfreeze: "adapts again", reset: "is the source model again",
+const DONE = { freeze: "is frozen", unfreeze: "adapts again", promote: "answers by what it has learned", demote: "is in shadow", reset: "is the source model again",
   rollback: "is rolled back", snapshot: "has a new snapshot" };
 
 const at = (id) => document.getElementById(id);
@@ -163,8 +165,7 @@ function take(answer) {
 
 // Keep the numbers of a stream; without numbers it is a gap, in which the chart draws no line.
 function addSample(one, known) {
-  const history = one.history;
-  const now = performance.now() / 1000;
+  const [history, now] = [one.history, performance.now() / 1000];
   if (known === null) one.counts = [];
   if (history === null) return;
   history.time.push(now);
@@ -174,12 +175,14 @@ function addSample(one, known) {
 
 function summarise(answer) {
   const counts = new Map();
-  let alarms = 0;
+  let [alarms, shadowed] = [0, 0];
   for (const { known } of streams.values()) {
     counts.set(known.state, (counts.get(known.state) ?? 0) + 1);
     if (alarmsOf(known).length) alarms += 1;
+    if (known.shadow) shadowed += 1;
   }
   const parts = [...counts].filter(([state]) => state).map(([state, count]) => `${count} ${stateWords(state)[0]}`);
+  if (shadowed) parts.push(`${shadowed} in shadow`);
   if (alarms) parts.push(`${alarms} with alarms`);
   const all = `${streams.size} stream${streams.size === 1 ? "" : "s"}`;
   const most = typeof answer.open_streams === "number" ? ` At most ${answer.open_streams.toLocaleString("en")} may be open.` : "";
@@ -200,12 +203,11 @@ function alarmsOf(known) {
 // -- the table --------------------------------------------------------------------------------------------------------
 
 function chosen() {
-  const text = at("filter").value.trim().toLowerCase();
-  const only = at("only").value;
+  const [text, only] = [at("filter").value.trim().toLowerCase(), at("only").value];
   const value = (name, one) => (sorting.by === "name" ? name : sorting.by === "rate" ? one.rate : one.known[sorting.by]) ?? -1;
   return [...streams]
     .filter(([name, one]) => name.toLowerCase().includes(text)
-      && (only === "all" || (only === "alarm" ? alarmsOf(one.known).length > 0 : one.known.state !== "learning")))
+      && { all: true, alarm: alarmsOf(one.known).length > 0, still: one.known.state !== "learning", shadow: one.known.shadow }[only])
     .map(([name, one]) => [name, one, value(name, one)])
     .sort(([a, , x], [b, , y]) => (sorting.down ? -1 : 1) * (typeof x === "number" && x !== y ? x - y : a.localeCompare(b, "en", { numeric: true })));
 }
@@ -213,8 +215,7 @@ function chosen() {
 function draw() {
   const found = chosen();
   const visible = found.slice(0, shown);
-  const wanted = [];
-  const kept = new Set();
+  const [wanted, kept] = [[], new Set()];
   for (const [name, one] of visible) {
     kept.add(name);
     if (!rows.has(name)) rows.set(name, makeRow(name));
@@ -255,15 +256,16 @@ function makeRow(name) {
   const toggle = make("button", { type: "button", "aria-expanded": "false" }, name);
   const picture = make("img", { alt: "", class: "picture", hidden: "" });
   const state = make("span", { class: "state" });
+  const shadow = make("span", { class: "shadow", title: "The source model answers. What adapts learns beside it, until it is promoted." });
   const alarms = make("span", { class: "alarms" });
   const numbers = Object.fromEntries(Object.keys(MEASURES).map((measure) =>
     [measure, make("td", { class: `number ${measure}`, role: "cell", "data-label": MEASURES[measure] })]));
   const chart = makeChart(false);
-  const buttons = Object.fromEntries([["freeze", "Freeze"], ["snapshot", "Snapshot"], ["rollback", "Roll back"], ["reset", "Reset"]]
+  const buttons = Object.fromEntries([["promote", "Promote"], ["freeze", "Freeze"], ["snapshot", "Snapshot"], ["rollback", "Roll back"], ["reset", "Reset"]]
     .map(([action, words]) => [action, make("button", { type: "button", "aria-label": `${words}: ${name}` }, words)]));
   const line = make("tr", { role: "row" },
     make("th", { class: "name", scope: "row", role: "rowheader" }, toggle, picture),
-    make("td", { class: "where", role: "cell" }, state, alarms),
+    make("td", { class: "where", role: "cell" }, state, " ", shadow, alarms),
     ...Object.values(numbers),
     make("td", { class: "chart", role: "cell" }, chart.svg),
     make("td", { class: "actions", role: "cell" }, ...Object.values(buttons).flatMap((button) => [button, " "])));
@@ -276,7 +278,7 @@ function makeRow(name) {
     button.addEventListener("click", () => act(button.dataset.action ?? action, name));
   }
   toggle.setAttribute("aria-expanded", String(opened.has(name)));
-  return { line, detail, state, alarms, numbers, chart, buttons, picture, frame: null, asked: -Infinity, large: null };
+  return { line, detail, state, shadow, alarms, numbers, chart, buttons, picture, frame: null, asked: -Infinity, large: null };
 }
 
 function fillRow(row, name, one) {
@@ -285,18 +287,21 @@ function fillRow(row, name, one) {
   setText(row.state, words);
   row.state.title = meaning;
   row.state.className = `state ${known.state === "learning" ? "learning" : ["frozen", "followed"].includes(known.state) ? "" : "trouble"}`;
+  setText(row.shadow, known.shadow ? "in shadow" : "");
   setText(row.alarms, alarmsOf(known).join("; "));
   for (const measure of Object.keys(MEASURES)) setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
   row.numbers.accuracy.title = interval(known) ?? "";
   askForPicture(row, name, known.thumbnail ?? null);
   drawChart(row.chart, name, one, at("chart").value);
   const owned = known.state === undefined || OWNED.has(known.state);
-  const action = known.state === "frozen" || known.frozen ? "unfreeze" : "freeze";
-  const { freeze, snapshot, rollback, reset } = row.buttons;
-  freeze.dataset.action = action;
-  setText(freeze, ASK[action][0]);
-  freeze.setAttribute("aria-label", `${ASK[action][0]}: ${name}`);
-  for (const button of [freeze, snapshot, reset]) setDisabled(button, owned ? "" : meaning);
+  const { promote, freeze, snapshot, rollback, reset } = row.buttons;
+  const offered = [[promote, known.shadow ? "promote" : "demote"], [freeze, known.state === "frozen" || known.frozen ? "unfreeze" : "freeze"]];
+  for (const [button, action] of offered) {
+    button.dataset.action = action;
+    setText(button, ASK[action][0]);
+    button.setAttribute("aria-label", `${ASK[action][0]}: ${name}`);
+  }
+  for (const button of [promote, freeze, snapshot, reset]) setDisabled(button, owned ? "" : meaning);
   setDisabled(rollback, !owned ? meaning : known.snapshots?.length === 0 ? "It has no snapshot yet. Take one first." : "");
 }
 
@@ -315,12 +320,9 @@ function showPicture(row, name, content) {
   if (row.picture.src) URL.revokeObjectURL(row.picture.src);
   if (content === null || rows.get(name) !== row) {
     row.picture.removeAttribute("src");
-    row.picture.hidden = true;
-    return;
+    return void (row.picture.hidden = true);
   }
-  row.picture.src = URL.createObjectURL(content);
-  row.picture.alt = `Last frame of ${name}`;
-  row.picture.hidden = false;
+  Object.assign(row.picture, { src: URL.createObjectURL(content), alt: `Last frame of ${name}`, hidden: false });
 }
 
 function setDisabled(button, why) {
@@ -341,6 +343,8 @@ function fillDetail(row, name, one) {
   const facts = {
     Clock: known.clock, Generation: known.generation, "Images learned from": known.images, "Images skipped": known.skipped,
     "Estimated accuracy": interval(known), "Accuracy of the whole stream": percent(known.accuracy_overall),
+    "Estimated accuracy of the source": interval(known, "source_accuracy"), "Answers that differ from the source's": percent(known.differ),
+    "Answered by": known.shadow || ["unreachable", "unfit"].includes(known.state) ? "the source model" : "what adapts",
     "Agrees with the source": percent(known.source_agreement), Alarms: alarmsOf(known).join(", ") || null,
     "Held back by the guard": known.held === undefined ? null : `${known.held} images`, "Returned by the guard": known.returned,
     "Requests waiting": known.queued, "Not stored for": known.generation === null ? null : seconds(known.lag), "Last request": known.idle === undefined ? null : `${seconds(known.idle)} ago`,
@@ -354,10 +358,10 @@ const seconds = (value) => (value === null || value === undefined ? null : value
 
 const percent = (value) => (typeof value === "number" ? `${Math.round(100 * value)} %` : null);
 
-// The estimated accuracy of the last images with its interval, in words; null: there is none.
-function interval(known) {
-  if (typeof known.accuracy !== "number") return null;
-  return `${percent(known.accuracy)}, with 90 % certainty from ${percent(known.accuracy_low)} to ${percent(known.accuracy_high)}`;
+// An estimated accuracy of the last images with its interval, in words; null: there is none.
+function interval(known, name = "accuracy") {
+  if (typeof known[name] !== "number") return null;
+  return `${percent(known[name])}, with 90 % certainty from ${percent(known[`${name}_low`])} to ${percent(known[`${name}_high`])}`;
 }
 
 function show(measure, value) {
@@ -391,8 +395,7 @@ function drawChart(chart, name, one, measure) {
   const time = one.history?.time ?? [];
   const now = performance.now() / 1000;
   const drawn = Math.min(WINDOW, Math.max(LEAST_WINDOW, now)); // the page was opened at 0
-  let path = "";
-  let drawing = false;
+  let [path, drawing] = ["", false];
   values.forEach((value, i) => {
     if (!Number.isFinite(value)) { drawing = false; return; }
     const [x, y] = [300 * (1 - (now - time[i]) / drawn), 40 - 38 * Math.min(1, value / top)];
@@ -438,9 +441,7 @@ async function act(action, name) {
 function confirmed(action, name, clocks) {
   const [verb, meaning] = ASK[action];
   const dialog = at("ask");
-  setText(at("ask-head"), `${verb} ${name}?`);
-  setText(at("ask-words"), meaning);
-  setText(at("ask-yes"), verb);
+  for (const [part, text] of [["head", `${verb} ${name}?`], ["words", meaning], ["yes", verb]]) setText(at(`ask-${part}`), text);
   at("ask-choice").hidden = clocks.length === 0;
   at("ask-clock").replaceChildren(...clocks.map((clock) => make("option", { value: clock }, String(clock))));
   answer(false);  // to the question before: its event may come late, on a busy machine
@@ -464,8 +465,7 @@ function addEvents(events) {
     list.prepend(make("li", {}, make("time", {}, when), " ", ...named, String(event.words ?? event.kind ?? "")));
   }
   while (list.children.length > EVENTS) list.lastChild.remove();
-  list.hidden = false;
-  at("no-events").hidden = true;
+  [list.hidden, at("no-events").hidden] = [false, true];
 }
 
 // -- choices ----------------------------------------------------------------------------------------------------------

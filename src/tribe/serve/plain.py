@@ -64,8 +64,8 @@ def encode_predict(result: InferResult, request: InferRequest, model: ModelInfo)
     answer: dict[str, Any] = {"stream": request.stream, "classes": best}
     if model.labels:
         answer["labels"] = [model.labels[i] for i in best]
-    answer |= {model.output: logits.tolist(), "adapted": result.adapted, "clock": result.clock}
-    answer |= {"generation": result.generation, "health": protocol.health_facts(result)}
+    answer |= {model.output: logits.tolist(), "adapted": result.adapted, "answered": result.answered}
+    answer |= {"clock": result.clock, "generation": result.generation, "health": protocol.health_facts(result)}
     return msgspec.json.encode(answer)
 
 

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -146,10 +146,11 @@ class InferResult(NamedTuple):
     """The answer to a request."""
 
     logits: Tensor  # of each image, (B, K); probabilities for methods that return those
-    adapted: bool = False  # whether the stream has learned from these images; it may learn from them later
+    adapted: bool = False  # whether the stream has learned from these images (later, perhaps), and is not in shadow
     clock: int | None = None  # steps that the state has taken which predicted, or after the step; None: no stream
     generation: int | None = None  # how often the stream has been claimed; None without a store
     health: dict[str, Any] | None = None  # the report of the stream; None: no stream
+    answered: Literal["adapted", "source"] = "adapted"  # which model predicted; the source where a stream is in shadow
 
 
 class InferParameters(msgspec.Struct):
@@ -361,7 +362,8 @@ def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -
 
 def answer_parameters(result: InferResult, stream: str | None) -> dict[str, Parameter]:
     """Return the parameters of an answer: facts about the stream."""
-    facts = {"adapted": result.adapted, "stream": stream, "clock": result.clock, "generation": result.generation}
+    facts: dict[str, Parameter | None] = {"adapted": result.adapted, "answered": result.answered, "stream": stream}
+    facts |= {"clock": result.clock, "generation": result.generation}
     parameters = {f"tribe_{name}": value for name, value in facts.items() if value is not None}
     return parameters | {f"tribe_health_{name}": value for name, value in health_facts(result).items()}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
 from tribe.fields import printable
+from tribe.health.report import StreamInfo
 from tribe.serve.config import Policy
 from tribe.serve.jobs import BatchTimes
 from tribe.serve.metrics import Events, Metrics
@@ -30,6 +31,9 @@ HEALTH = {  # name in answers and descriptions -> field of `tribe.health.Health`
     "accuracy_low": "low",
     "accuracy_high": "high",
     "accuracy_overall": "overall",
+    "source_accuracy": "source_accuracy",
+    "source_accuracy_low": "source_low",
+    "source_accuracy_high": "source_high",
     "source_agreement": "source_agreement",
     "held": "held",
     "returned": "returned",
@@ -207,11 +211,16 @@ class AfterCommit:
         return reports
 
 
+def facts_of(info: StreamInfo) -> dict[str, Any]:
+    """Return what a stream reports by name, without what is not known."""
+    return {name: value for name, value in info._asdict().items() if value is not None}
+
+
 def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what each stream reports, in plain numbers by name; estimates that do not exist are left out."""
     reports = {}
     for name, report in fleet.report_many(names).items():
-        reports[name], health = report.info._asdict(), report.health
+        reports[name], health = facts_of(report.info), report.health
         if health is not None:
             numbers = {key: getattr(health, field) for key, field in HEALTH.items()}
             reports[name] |= {key: value for key, value in numbers.items() if value is not None}

@@ -35,7 +35,7 @@ RANK: Mapping[str, int] = {role: rank for rank, role in enumerate(get_args(Role)
 NEEDS: Mapping[str, Role] = {  # the least role for an action on a stream
     **dict.fromkeys(("predict", "see"), "predict"),
     **dict.fromkeys(("learn", "create", "end"), "learn"),
-    **dict.fromkeys(("freeze", "unfreeze", "reset", "snapshot", "rollback", "drop"), "admin"),
+    **dict.fromkeys(("freeze", "unfreeze", "promote", "demote", "reset", "snapshot", "rollback", "drop"), "admin"),
     **dict.fromkeys(("get_state", "put_state"), "admin"),
 }
 

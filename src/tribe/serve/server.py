@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from os import PathLike
 from types import FrameType
 from typing import Any, Self
@@ -31,6 +32,7 @@ from tribe.serve.store import open_store
 from tribe.serve.worker import Worker
 from tribe.streams import fleet
 from tribe.streams.names import check_stream_name
+from tribe.streams.shadow import Shadow
 
 HOST = "127.0.0.1"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -284,7 +286,7 @@ class Server(Listener):
         limits: how much is accepted.
         host_names: names that clients may use for a server without tokens, beside those of this machine.
         tls: PEM files with the certificate chain and its key; None: no TLS.
-        options: those of `tribe.fleet`, such as ``guard=True``, and hyper-parameters of the method.
+        options: those of `tribe.fleet`, such as ``guard=True`` or ``shadow=True``, and hyper-parameters of the method.
     """
 
     def __init__(
@@ -311,7 +313,9 @@ class Server(Listener):
         net = model if isinstance(model, Backbone) else Backbone(model)
         if data is not None and options.get("budget") is not None:
             raise ValueError(KEPT_BUDGET)
-        streams = fleet(net, method, **options)
+        begin = Shadow.of(options.pop("shadow", False))
+        shadow = replace(begin, demote=begin.demote or (policy is not None and policy.demote))
+        streams = fleet(net, method, shadow=shadow, **options)
         require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
         built = streams.method
         info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from prometheus_client.core import CounterMetricFamily, Metric
@@ -24,12 +24,13 @@ from tribe.serve.controls import Controls
 from tribe.serve.errors import BadInput, NotFound, Unavailable, UnknownStream
 from tribe.serve.jobs import Job
 from tribe.serve.protocol import InferResult
-from tribe.serve.runtime import AfterCommit, Runtime, StreamSession
+from tribe.serve.runtime import AfterCommit, Runtime, StreamSession, facts_of
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, new_owner
 from tribe.serve.store import StreamStore
 from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
+from tribe.streams.shadow import DEMOTED
 
 Outcome = InferResult | Exception
 STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "resting", "lease", "lag")
@@ -239,17 +240,21 @@ class Worker:
                     session.recent.append(job.request_id)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
                 due = rare is None or before % rare.learn_every == 0
-                adapted = session.clock != before and due and not lost
-                outcome = outcome._replace(adapted=adapted, clock=session.clock)
+                learned = session.clock != before and due and not lost
+                if learned and job.user is not None:
+                    job.user.used["learned"] += job.size
+                outcome = outcome._replace(adapted=learned and not is_shadowed(outcome), clock=session.clock)
             kind = "adapted" if isinstance(outcome, InferResult) and outcome.adapted else "unchanged"
-            if kind == "adapted" and job.user is not None:
-                job.user.used["learned"] += job.size
-            self._answer(job, outcome, kind, now)
+            self._answer(job, outcome, "shadow" if is_shadowed(outcome) else kind, now)
         while self._alarms:  # the log ``tribe.health`` has them already
             event = self._alarms.popleft()
             with self.runtime.after_commit.isolated("an alarm of it", str(event.stream)):
-                self.metrics.alarm_began(event.kind)
                 numbers = {"image": event.image, "since": event.since} | event.numbers
+                if event.kind == DEMOTED:
+                    self.metrics.demotions["policy"].inc()
+                    self.log.add(DEMOTED, event.words, str(event.stream), logging.DEBUG, **numbers)
+                    continue
+                self.metrics.alarm_began(event.kind)
                 self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
         self.scheduler.step_done(now)
         self._advance()
@@ -263,7 +268,8 @@ class Worker:
                 self.scheduler.take_back(job, "lease")  # the stream was lost while the request waited
                 self.runtime.start(self._offer_again(job))
             else:
-                self._answer(job, outcome, "source" if job.stream is None else "predicted", now)
+                kind = "shadow" if is_shadowed(outcome) and not job.source else "predicted"
+                self._answer(job, outcome, "source" if job.stream is None else kind, now)
         self.scheduler.prediction_done(now)
         self._advance()
 
@@ -370,12 +376,14 @@ class Worker:
         scheduler, backlog = self.scheduler, len(self.scheduler.backlog)
         lag = max((session.lag(now) for session in sessions), default=0.0)
         states = dict.fromkeys(STATES, 0) | Counter(self._state(session) for session in sessions)
+        shadowed = sum(bool(session.report.get("shadow")) for session in sessions)
         alarms = Counter(kind for session in sessions for kind in session.report.get("alarms", ()))
         dropped = "Requests that were answered and never learned, by reason."
         unlearned = "Images that were predicted without learning, because of load."
         current = [
             gauge("nv_inference_pending_request_count", "Requests without an answer.", scheduler.waiting),
             gauge("tribe_streams", "Streams by state.", states, "state"),
+            gauge("tribe_streams_shadow", "Streams in shadow: the source model answers.", shadowed),
             gauge("tribe_streams_limit", "Most streams that may be open.", self.policy.open_streams),
             gauge(
                 "tribe_streams_refused_total",
@@ -405,11 +413,16 @@ def step(fleet: Fleet, jobs: list[Job], after: AfterCommit) -> list[Outcome]:
     The steps of a result are committed: the request does not fail if a report cannot be read.
     """
     try:
+        # The streams are held: nobody promotes or demotes them before the step, which may demote them after it.
+        answered = {str(job.stream): who_answers(fleet.in_shadow(str(job.stream))) for job in jobs}
         logits = fleet({str(job.stream): job.images for job in jobs})
     except Exception as error:
         return [error] if len(jobs) == 1 else [step(fleet, [job], after)[0] for job in jobs]
     reports = after.reports(fleet, logits, look=True)
-    return [InferResult(logits[name], clock=reports[name].get("steps"), health=reports[name]) for name in logits]
+    return [
+        InferResult(logits[name], clock=reports[name].get("steps"), health=reports[name], answered=answered[name])
+        for name in logits
+    ]
 
 
 def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
@@ -423,16 +436,28 @@ def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
     try:
         if of_streams:
             infos = fleet.info_many(of_streams)  # before the prediction: a step may end meanwhile
-            logits = fleet.predict({name: job.images for name, job in of_streams.items()})
+            shadow = {name: info.shadow for name, info in infos.items()}  # which may change meanwhile, too
+            logits = fleet.predict({name: job.images for name, job in of_streams.items()}, shadow=shadow)
             for name, job in of_streams.items():
-                results[job] = InferResult(logits[name], clock=infos[name].steps, health=infos[name]._asdict())
+                clock, facts, answered = infos[name].steps, facts_of(infos[name]), who_answers(shadow[name])
+                results[job] = InferResult(logits[name], clock=clock, health=facts, answered=answered)
         for group in of_source.values():
             together = fleet.predict_source(torch.cat([job.images for job in group]))
             for job, own in zip(group, together.split([job.size for job in group]), strict=True):
-                results[job] = InferResult(own)
+                results[job] = InferResult(own, answered="source")
     except Exception as error:
         return [error] if len(jobs) == 1 else [predict(fleet, [job])[0] for job in jobs]
     return [results[job] for job in jobs]
+
+
+def who_answers(shadow: bool) -> Literal["adapted", "source"]:
+    """Return which model answers for a stream that is in shadow or not."""
+    return "source" if shadow else "adapted"
+
+
+def is_shadowed(outcome: Outcome) -> bool:
+    """Return whether the source has answered a request."""
+    return isinstance(outcome, InferResult) and outcome.answered == "source"
 
 
 def _refuse(job: Job, error: Exception) -> None:

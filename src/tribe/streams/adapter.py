@@ -30,6 +30,7 @@ from tribe.methods.encoding import method_from_file
 from tribe.streams.batching import Arrived
 from tribe.streams.budget import Budget, Deadline, Pace, choose_method
 from tribe.streams.core import Streams
+from tribe.streams.shadow import Shadow
 
 NAME = "adapter"  # of the only entry
 
@@ -51,6 +52,7 @@ def adapt(
     deterministic: bool = False,
     budget: float | Budget | None = None,
     deadline_ms: float | Deadline | None = None,
+    shadow: bool | Shadow = False,
     **fields: Any,
 ) -> "Adapter":
     """Make a trained classifier adapt while it predicts.
@@ -82,6 +84,8 @@ def adapt(
             `tribe.Budget`. The first batch measures it and sets how rarely the method learns, ``learn_every``.
         deadline_ms: the milliseconds that a call may take. A batch whose learning is not expected to end in time is
             only predicted, and counted in `info`.
+        shadow: True, or a `tribe.Shadow`: the source answers, and the method learns beside it, until
+            `Adapter.promote`; see docs/deploying.md.
         fields: the method's hyper-parameters.
 
     Example:
@@ -113,6 +117,7 @@ def adapt(
         graphs=graphs,
         deterministic=deterministic,
         pace=pace,
+        shadow=shadow,
     )
     return Adapter(core)
 
@@ -127,6 +132,7 @@ def load(
     graphs: Switch = "auto",
     deterministic: bool = False,
     deadline_ms: float | Deadline | None = None,
+    shadow: Shadow | None = None,
     prepared: Prepared | str | PathLike[str] | None = None,
     **fields: Any,
 ) -> "Adapter":
@@ -135,8 +141,9 @@ def load(
     A field that a file cannot hold (a custom ``augment=``) must be given again. So must source knowledge,
     ``knowledge=``, and a calibration, ``calibration=``: nothing that a file names is opened. ``history``,
     ``on_event``, ``graphs``, ``deterministic`` and ``deadline_ms`` are as for `adapt`: a file holds none. What a budget
-    set is in the file, and is not measured again. ``prepared`` is the prepared file of an adapter that was made with
-    one: it holds the calibration.
+    set is in the file, and is not measured again. The file says which streams are in shadow; ``shadow`` says what
+    demotes the others. ``prepared`` is the prepared file of an adapter that was made with one: it holds the
+    calibration.
     """
     saved = states.read(path)
     if (known := Prepared.of(prepared)) is not None and known.calibration is not None:
@@ -154,9 +161,10 @@ def load(
         graphs=graphs,
         deterministic=deterministic,
         pace=Pace(None, Deadline.of(deadline_ms)),
+        shadow=shadow,
     )
-    like = core.entry(NAME).state
-    core.replace_state(NAME, states.state_from(path, saved.tensors, like, core.classes), frozen=saved.frozen)
+    state = states.state_from(path, saved.tensors, core.entry(NAME).state, core.classes)
+    core.replace_state(NAME, state, frozen=saved.frozen, shadow=saved.modes)
     return Adapter(core)
 
 
@@ -235,9 +243,14 @@ class Adapter(nn.Module):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def predict(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor:
-        """Predict without adapting: the state stays as it is. ``valid`` and ``order`` are as for a call."""
-        return self._core.run_prediction({NAME: Arrived.of(x, self.net, self.streams, valid, order)})[NAME]
+    def predict(
+        self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None, *, shadow: bool | None = None
+    ) -> Tensor:
+        """Predict without adapting: the state stays as it is. ``valid`` and ``order`` are as for a call.
+
+        ``shadow``: True asks the source, False what adapts; None answers as a call does.
+        """
+        return self._core.run_prediction({NAME: Arrived.of(x, self.net, self.streams, valid, order)}, shadow)[NAME]
 
     def learn(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> None:
         """Adapt to images and return nothing. A frozen adapter learns nothing; its time filter goes on."""
@@ -312,6 +325,16 @@ class Adapter(nn.Module):
         self._core.unfreeze(NAME)
         return self
 
+    def promote(self, stream: int | None = None) -> Self:
+        """Let what adapts answer from the next call on, for all streams or one. Their states stay as they are."""
+        self._core.set_shadow(NAME, False, self._index(stream))
+        return self
+
+    def demote(self, stream: int | None = None) -> Self:
+        """Let the source answer from the next call on, for all streams or one; they go on learning in shadow."""
+        self._core.set_shadow(NAME, True, self._index(stream))
+        return self
+
     def reset(self, stream: int | None = None) -> Self:
         """Return all streams, or one, to the source model."""
         self._core.reset(NAME, self._index(stream))
@@ -322,7 +345,10 @@ class Adapter(nn.Module):
         return self._core.snapshot(NAME)
 
     def restore(self, snapshot: Snapshot) -> Self:
-        """Return to a snapshot of this adapter, or of another with an equal method and network; frozen if it was."""
+        """Return to a snapshot of this adapter, or of another with an equal method and network; frozen if it was.
+
+        Streams in shadow stay there, and others out of it.
+        """
         self._core.restore(NAME, snapshot)
         return self
 
@@ -337,8 +363,8 @@ class Adapter(nn.Module):
         """Return all streams, or one, to the newest snapshot that is at least so old: ``rollback(images=500)``.
 
         An age counts from now, so the same rollback twice goes back once. A snapshot may be given instead. Later
-        snapshots are dropped; for one stream, they stay for the others. A frozen adapter stays frozen. An error changes
-        nothing.
+        snapshots are dropped; for one stream, they stay for the others. A frozen adapter stays frozen, and a stream in
+        shadow there. An error changes nothing.
         """
         return self._core.rollback(NAME, to, seconds=seconds, images=images, stream=self._index(stream))
 
@@ -442,7 +468,9 @@ class Adapter(nn.Module):
     def extra_repr(self) -> str:
         """The method and the number of streams."""
         entry, deadline = self._core.entry(NAME), self._core.pace.deadline
-        words = f"{self.method}, streams={self.streams}{', frozen' if entry.frozen else ''}"
+        shadow = [i for i, hidden in enumerate(entry.shadow) if hidden]
+        beside = ", in shadow" if all(entry.shadow) else f", in shadow={shadow}" if shadow else ""
+        words = f"{self.method}, streams={self.streams}{', frozen' if entry.frozen else ''}{beside}"
         if deadline is not None:
             words += f", deadline_ms={deadline.ms:g}, images without time to learn={sum(entry.unlearned or ())}"
         return words

@@ -12,7 +12,7 @@ from tribe.core.graphs import Steps
 from tribe.core.kernels import Switch
 from tribe.core.state import leaves, per_stream, rebuild, tree_map
 from tribe.core.validation import as_mask, as_order, in_order
-from tribe.methods import AnyMethod, Deployed, Pipeline, finite, mask_logits, screen
+from tribe.methods import AnyMethod, Deployed, Frozen, Pipeline, finite, mask_logits, screen
 
 MAX_ENTRIES = 128  # of a group: more save little time
 MAX_IMAGES = 256  # of a group of several entries: activations take memory
@@ -65,6 +65,10 @@ class EntryGroup(NamedTuple):
     valid: Tensor | None  # (R, B), False for padding; None: there is none
     sizes: tuple[int, ...]  # images of each stream of an entry, without the padding of the group
     frozen: bool  # whether the entries only predict
+
+    def rows(self, rows: list[int]) -> "EntryGroup":
+        """Return the group with some of its rows of images; names and sizes stay those of the whole."""
+        return self._replace(x=self.x[rows], valid=None if self.valid is None else self.valid[rows])
 
     def unused(self, bad: Tensor | None) -> Tensor | None:
         """Return the images whose logits are not checked: bad ones and padding."""
@@ -198,6 +202,15 @@ class Runner:
         x, seen, _ = screen(group.x, group.valid)
         logits = deployed().logits(self.net, x, seen)
         return mask_logits(logits, seen & finite(logits))
+
+    def predict_source(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Predict images (R, B, ...) with the source model; probabilities where the method returns those."""
+        if not x.shape[1]:
+            return x.new_zeros(len(x), 0, self.classes)
+        x, seen, _ = screen(x, valid)
+        logits = Deployed(*self.net.source(len(x)), Frozen()).logits(self.net, x, seen)
+        logits = mask_logits(logits, seen & finite(logits))
+        return logits if self.method.output == "logits" else logits.softmax(-1)
 
     def use(self, net: Backbone, method: AnyMethod | None = None) -> None:
         """Go on with this network, and a method; recordings of another, or before the network moved, are dropped."""

@@ -180,6 +180,7 @@ class Deadline:
         require(is_number(ms) and ms > 0, expected, ms)
         self.ms, self.clock, self._given = float(ms), clock, costs
         self._kinds: dict[Hashable, tuple[float, deque[float]]] = {}  # learn / rest, and the last times of rest
+        self._beside: dict[Hashable, float] = {}  # seconds of a call that are neither: those of the source's pass
 
     @classmethod
     def of(cls, deadline: "float | Deadline | None") -> "Deadline | None":
@@ -195,14 +196,18 @@ class Deadline:
             self._kinds[kind] = max(costs.learn / costs.rest, 1.0), deque([costs.rest], RECENT)
         ratio, times = self._kinds[kind]
         typical = sorted(times)[math.ceil(TYPICAL * len(times)) - 1]
-        return 1000 * ratio * typical <= self.ms
+        return 1000 * (ratio * typical + self._beside.get(kind, 0.0)) <= self.ms
 
-    def observe(self, kind: Hashable, began: float, learned: bool, device: Any) -> None:
-        """Add the time of a batch, learned from or not: the machine may get slower or faster."""
+    def observe(self, kind: Hashable, began: float, learned: bool, device: Any, beside: float = 0.0) -> None:
+        """Add the time of a batch, learned from or not: the machine may get slower or faster.
+
+        ``beside`` are the seconds of the source's pass, where it answers.
+        """
         if kind in self._kinds:
             wait(device)
             ratio, times = self._kinds[kind]
-            times.append((self.clock() - began) / (ratio if learned else 1.0))
+            times.append((self.clock() - began - beside) / (ratio if learned else 1.0))
+            self._beside[kind] = beside
 
 
 class Began(NamedTuple):
@@ -214,9 +219,14 @@ class Began(NamedTuple):
     learns: bool
     hurries: bool  # it would be learned from, and there is no time
 
-    def end(self, entry: Entry, x: Tensor, valid: Tensor | None) -> Entry:
+    def seconds(self, device: Any) -> float:
+        """Return the time now, after the device has done what it was given."""
+        wait(device)
+        return self.deadline.clock()
+
+    def end(self, entry: Entry, x: Tensor, valid: Tensor | None, beside: float = 0.0) -> Entry:
         """Note how long it took; return the entry after it, with the images that were not learned from."""
-        self.deadline.observe(self.kind, self.at, self.learns, x.device)
+        self.deadline.observe(self.kind, self.at, self.learns, x.device, beside)
         if not self.hurries:
             return entry
         counts = [x.shape[1]] * len(x) if valid is None else valid.sum(1).tolist()

@@ -24,18 +24,7 @@ from tribe.core.state import clone, copy_like, count_bytes, digest, leaves, repl
 from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
-from tribe.health.changes import Comparison, compare_states
-from tribe.health.history import (
-    History,
-    Kept,
-    Past,
-    RolledBack,
-    Snapshot,
-    Timeline,
-    check_snapshot,
-    find_snapshot,
-    state_after_rollback,
-)
+from tribe.health.history import History, Snapshot, Timeline, check_snapshot
 from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
 from tribe.io.states import Saved, StateFileError
@@ -47,7 +36,9 @@ from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
 from tribe.streams.budget import Began, Pace
 from tribe.streams.entries import Entry, EntryTable, Lock
+from tribe.streams.histories import Histories
 from tribe.streams.names import UnknownStream, check_name, stream_seed
+from tribe.streams.shadow import DEMOTED, Shadow, answer_from_source, count_differences, mode_of, shares_that_differ
 
 DEVICE_BYTES = 2**31  # of the states that stay on the device, if `rows` does not say how many
 MIN_ROWS = 16
@@ -55,7 +46,7 @@ EXACT = "exact=True: each stream gets the bits that it gets alone"
 OWN_WEIGHTS = "each stream has weights of its own, which cannot be batched"
 
 
-class Streams:
+class Streams(Histories):
     """Named states that adapt on one frozen network.
 
     Each entry has so many ``streams``. ``single`` is the name of an only entry, whose steps may write the next state
@@ -78,6 +69,7 @@ class Streams:
         deterministic: bool = False,
         exact: bool = False,
         pace: Pace | None = None,
+        shadow: Shadow | bool | None = None,
     ) -> None:
         require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
         require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
@@ -102,7 +94,8 @@ class Streams:
         self._fingerprint: str | None = None  # of the network, computed for the first file
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
         self.lock, self.pace = Lock(), pace or Pace(None, None)
-        self.alarms = AlarmLog(method, on_event)
+        self.alarms, self.shadow = AlarmLog(method, on_event), Shadow.of(shadow)
+        self.shadow.check(method)
         self._policy = History.resolve(history)
         if self._policy is not None:
             self._policy.check_memory(first)
@@ -132,24 +125,25 @@ class Streams:
                     self.table.lock.wait_for_older(before[0].state)
                 logits, after = self._runner.step(group, [entry.state for entry in before], self._retired)
                 self._checks.check_logits(logits, group.unused(bad))
-                results |= group.split(logits, arrived)
+                answers = answer_from_source(self._runner, group, logits, [entry.shadow for entry in before], began)
+                before = count_differences(before, answers.counts)
+                results |= group.split(answers.logits, arrived)
                 marked = group.split_bad(bad, arrived)
                 for i, name in enumerate(group.names):
                     if after is None:
-                        new[name] = replace(old[name], bad=marked.get(name))
+                        new[name] = replace(old[name], bad=marked.get(name), differ=before[i].differ)
                         continue
                     new[name] = before[i].moved(after[i], bad=marked.get(name))
                     if not group.frozen and (self.alarms.watched or before[i].history is not None):
                         new[name] = self._observed(name, before[i], new[name], arrived[name], events)
             if began is not None:  # of the only entry
-                new = {name: began.end(entry, *arrived[name][:3:2]) for name, entry in new.items()}
+                new = {name: began.end(entry, *arrived[name][:3:2], answers.seconds) for name, entry in new.items()}
             retired, self._retired = self._retired, None  # the new state may lie in its memory
-            self.table.put(new, keeps_frozen=True)
+            self.table.put(new, keeps_modes=True)
             if self._single is not None:
                 then = old[self._single].state
                 self._retired = retired if new[self._single].state is then else then
-            if events:
-                self.alarms.publish(events)
+            self._publish(events)
             return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
 
     def _begin(self, arrived: Mapping[str, Arrived], old: Mapping[str, Entry]) -> Began | None:
@@ -175,21 +169,43 @@ class Streams:
             history = history.after_step(arrived.x.shape[1], arrived.valid)
         if self.alarms.is_due(after.state, after.version):
             began, counts = self.alarms.read(after.state, counts, None if self._single else name)
-            events += began
+            events += began + self._demotions(name, after, before)
         return replace(after, history=history, alarms=counts)
 
-    def run_prediction(self, arrived: Mapping[str, Arrived]) -> dict[str, Tensor]:
-        """Predict without adapting, with the states of the moment: a step in another thread is not waited for."""
+    def _demotions(self, name: str, entry: Entry, before: Entry) -> list[Event]:
+        found = self.shadow.find_demotions(self.method, self.net, entry, before)
+        return found if self._single else [event._replace(stream=name) for event in found]
+
+    def _publish(self, events: list[Event]) -> None:
+        """Demote the streams whose events say so, then keep, log and send all events."""
+        for event in events:
+            if event.kind == DEMOTED:
+                name, stream = (self._single, event.stream) if self._single else (event.stream, 0)
+                self.set_shadow(str(name), True, int(stream))
+        self.alarms.publish(events)
+
+    def run_prediction(
+        self, arrived: Mapping[str, Arrived], shadow: bool | Mapping[str, bool] | None = None
+    ) -> dict[str, Tensor]:
+        """Predict without adapting, with the states of the moment: a step in another thread is not waited for.
+
+        ``shadow``: whether the source answers, for all entries or by name; None: for streams in shadow.
+        """
         self._check_place()
         results: dict[str, Tensor] = {}
         marked: dict[str, Tensor] = {}
-        same = dict.fromkeys(arrived, True)
         with self.reading(*arrived) as known:
             entries = {name: self.table.use(name, entry) for name, entry in known.items()}
-            for group in group_entries(arrived, same, self._size, self._runner.padded, self.unbatched_reason is None):
+            modes = {name: mode_of(name, entry, shadow) for name, entry in entries.items()}
+            apart = {name: all(mode) for name, mode in modes.items()}
+            for group in group_entries(arrived, apart, self._size, self._runner.padded, self.unbatched_reason is None):
                 bad = self._checks.find_bad(group.x, group.valid)
-                own = [entries[name].state for name in group.names]
-                logits = self._runner.predict(group, own, partial(self._deployed, group, entries))
+                if apart[group.names[0]]:
+                    logits = self._runner.predict_source(group.x, group.valid)
+                else:
+                    own = [entries[name].state for name in group.names]
+                    logits = self._runner.predict(group, own, partial(self._deployed, group, entries))
+                    logits = answer_from_source(self._runner, group, logits, [modes[n] for n in group.names]).logits
                 self._checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
                 marked |= group.split_bad(bad, arrived)
@@ -239,21 +255,29 @@ class Streams:
             self.table.put({name: self.entry(name).moved(state, bad=None)})
 
     def replace_state(
-        self, name: str, state: Any, *, frozen: bool | None = None, history: Timeline | None = None
+        self,
+        name: str,
+        state: Any,
+        *,
+        frozen: bool | None = None,
+        history: Timeline | None = None,
+        shadow: tuple[bool, ...] | None = None,
     ) -> None:
-        """Replace a state by one that no step made, or add an entry with it."""
+        """Replace a state by one that no step made, or add an entry with it; None: as the entry is."""
         with self.lock:
-            self._retired = None
+            self._retired, as_now = None, frozen is None and shadow is None
             entry = self._with_state(self.table.entries.get(name), state)
             frozen, history = entry.frozen if frozen is None else frozen, history or entry.history
-            self.table.put({name: replace(entry, frozen=frozen, history=history)})
+            new = replace(entry, frozen=frozen, history=history, shadow=shadow or entry.shadow, differ=None)
+            self.table.put({name: new}, keeps_modes=as_now)
 
     def _with_state(self, entry: Entry | None, state: Any) -> Entry:
         """The entry with a state that no step made: its alarms have been reported."""
         if entry is not None:
             return entry.moved(state, bad=None, alarms=self.alarms.counts(state))
         history = None if self._policy is None else Timeline(self._policy, self.streams)
-        return Entry(state, alarms=self.alarms.counts(state), history=history)
+        shadow = (self.shadow.begin,) * self.streams
+        return Entry(state, alarms=self.alarms.counts(state), history=history, shadow=shadow)
 
     # -- life cycle ---------------------------------------------------------------------------------------------------
 
@@ -267,6 +291,14 @@ class Streams:
         """Adapt again."""
         self.entry(name)
         self.table.change(name, frozen=False)
+        return self
+
+    @torch.inference_mode(False)
+    def set_shadow(self, name: str, shadow: bool, stream: int | None = None) -> Self:
+        """Let the source answer for all streams of an entry, or one; else what adapts. States stay as they are."""
+        with self.table.lock:
+            entry = self.entry(name).in_shadow(shadow, stream)
+            self.table.change(name, shadow=entry.shadow, differ=entry.differ)
         return self
 
     @torch.inference_mode(False)
@@ -317,65 +349,15 @@ class Streams:
         with self.reading(name) as entries:
             return plain_network(self.net, self.method, self.table.on_device(entries[name]).state, stream)
 
-    # -- history ------------------------------------------------------------------------------------------------------
-
-    def history(self, name: str) -> list[Kept] | None:
-        """Return the snapshots of an entry, the newest first; None without a history."""
-        timeline = self.entry(name).history
-        return None if timeline is None else timeline.kept()
-
-    @torch.inference_mode(False)
-    def rollback(
-        self,
-        name: str,
-        to: Past = None,
-        *,
-        seconds: float | None = None,
-        images: int | None = None,
-        stream: int | None = None,
-    ) -> RolledBack:
-        """Return all streams of an entry, or one, to a snapshot: see `tribe.Adapter.rollback`."""
-        with self.lock:
-            entry = self.entry(name)
-            snapshot, kept = find_snapshot(entry.history, to, seconds=seconds, images=images, stream=stream)
-            check_snapshot(snapshot, self.method, self.net, self.streams)
-            state, report = state_after_rollback(snapshot, kept, entry.state, stream)
-            history = entry.history
-            if kept is not None and history is not None:
-                history = history.back_to(snapshot, stream)
-            self.replace_state(name, state, history=history)
-            return report
-
-    @torch.inference_mode(False)
-    def compare(
-        self,
-        name: str,
-        to: Past = None,
-        *,
-        seconds: float | None = None,
-        images: int | None = None,
-        stream: int | None = None,
-    ) -> Comparison:
-        """Return which layers and classes moved since a snapshot, and by how much; without one since the source."""
-        with self.reading(name) as entries:
-            entry = self.table.on_device(entries[name])
-            if to is None and seconds is None and images is None:
-                since, old = "the source", self.method.init(self.net, self.streams, entry.seed)
-            else:
-                snapshot, kept = find_snapshot(entry.history, to, seconds=seconds, images=images, stream=stream)
-                check_snapshot(snapshot, self.method, self.net, self.streams)
-                since, old = "a snapshot" if kept is None else kept.age, copy_like(snapshot.state, entry.state)
-            chosen = None if stream is None else [stream]
-            return compare_states(self.net, self.method, old, entry.state, since, chosen)
-
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def infos(self, name: str) -> list[StreamInfo]:
         """Return what each stream of an entry has learned from."""
         with self.reading(name) as entries:
             state, entry = entries[name].state, entries[name]
-            frozen, unlearned = [entry.frozen] * self.streams, entry.unlearned
-            return describe_streams(state.info, state.key.clock, entry.bad_images(), frozen, unlearned)
+            frozen, differ = [entry.frozen] * self.streams, shares_that_differ([entry], self.alarms.watched)
+            more = entry.unlearned, entry.shadow, differ
+            return describe_streams(state.info, state.key.clock, entry.bad_images(), frozen, *more)
 
     def healths(self, name: str) -> list[Health] | None:
         """Return how each stream of an entry does; None without ``health`` or ``guard``."""
@@ -401,7 +383,7 @@ class Streams:
                 entry = self.entry(name)
                 began, counts = self.alarms.read(entry.state, entry.alarms, None if self._single else name)
                 self.table.change(name, alarms=counts)
-                self.alarms.publish(began)
+                self._publish(began + self._demotions(name, entry, entry))
 
     @property
     def events(self) -> list[Event]:
@@ -426,9 +408,12 @@ class Streams:
         with self.reading(name) as entries:
             return states.encode(self._saved(entries[name]), f"the bytes of stream {name!r}")
 
-    def from_bytes(self, name: str, data: bytes) -> Self:
-        """Replace a state, or add an entry, by the content of the bytes of a state file."""
-        return self._resume(name, *_decode(name, data))
+    def from_bytes(self, name: str, data: bytes, shadow: bool | None = None) -> Self:
+        """Replace a state, or add an entry, by the content of the bytes of a state file.
+
+        ``shadow``: whether it is in shadow then; None: as the file says.
+        """
+        return self._resume(name, *_decode(name, data), shadow)
 
     @torch.inference_mode(False)
     def check_bytes(self, name: str, data: bytes) -> None:
@@ -436,10 +421,11 @@ class Streams:
         self._state_of(*_decode(name, data), self._like_of(name))
 
     @torch.inference_mode(False)
-    def _resume(self, name: str, source: str | PathLike[str], saved: Saved) -> Self:
+    def _resume(self, name: str, source: str | PathLike[str], saved: Saved, shadow: bool | None = None) -> Self:
         state, method = self._state_of(source, saved, self._like_of(name))
         self._resolved(method)
-        self.replace_state(name, state, frozen=saved.frozen)
+        modes = saved.modes if shadow is None else (shadow,) * self.streams
+        self.replace_state(name, state, frozen=saved.frozen, shadow=modes)
         return self
 
     @property
@@ -451,7 +437,8 @@ class Streams:
     def _saved(self, entry: Entry) -> Saved:
         self.pace.check_resolved()
         fields, tensors = method_for_file(self.method), leaves(entry.state)
-        return Saved(self.method.name, fields, self.streams, entry.frozen, self.fingerprint, tensors)
+        shadow = list(entry.shadow) if any(entry.shadow) else []
+        return Saved(self.method.name, fields, self.streams, entry.frozen, self.fingerprint, tensors, shadow)
 
     def _state_of(self, source: str | PathLike[str], saved: Saved, like: Any) -> tuple[Any, AnyMethod]:
         """A copy of the state in a file, and its method; StateFileError says why it does not fit."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from tribe.core.state import tree_map
 from tribe.health.history import Timeline
 from tribe.health.report import Counts
+from tribe.health.watch import RECENT
 from tribe.methods import Deployed
 
 Residence = Literal["device", "host"]
@@ -31,6 +32,8 @@ class Entry:
     alarms: Counts = None  # how often each alarm had begun when it was last read
     history: Timeline | None = None
     unlearned: tuple[int, ...] | None = None  # images that a deadline left no time to learn from
+    shadow: tuple[bool, ...] = ()  # (S), which streams are in shadow: the source answers for them; see `shadow`
+    differ: Tensor | None = None  # (S, 2) of streams in shadow, discounted: answers that differ, and all
 
     def moved(self, state: Any, **fields: Any) -> "Entry":
         """Return the entry with another state, which is on the device."""
@@ -41,6 +44,27 @@ class Entry:
         if self.bad is None:
             return [()] * len(self.state.key.seed)
         return [tuple(torch.where(row)[0].tolist()) for row in self.bad]
+
+    def in_shadow(self, shadow: bool, stream: int | None = None) -> "Entry":
+        """Return the entry with all streams, or one, in shadow or out of it; what differed is counted anew."""
+        modes = tuple(shadow if stream in (None, i) else old for i, old in enumerate(self.shadow))
+        changed = [new != old for new, old in zip(modes, self.shadow, strict=True)]
+        differ = self.differ
+        if differ is not None:
+            differ = differ.masked_fill(torch.tensor(changed, device=differ.device).unsqueeze(1), 0)
+        return replace(self, shadow=modes, differ=differ)
+
+    def with_difference(self, counts: Tensor) -> "Entry":
+        """Return the entry with the answers of a batch counted, (n, 2) of its streams in shadow: that differ, and all.
+
+        About the last `RECENT` count, as in `tribe.health.Health.source_agreement`.
+        """
+        rows = [i for i, shadow in enumerate(self.shadow) if shadow]
+        new = counts.new_zeros(len(self.shadow), 2).float()
+        new[rows] = counts.float()
+        if self.differ is not None:
+            new = torch.addcmul(new, self.differ.to(new.device), torch.exp(new[:, 1:] / -RECENT))
+        return replace(self, differ=new)
 
     @property
     def seed(self) -> int:
@@ -81,17 +105,19 @@ class EntryTable:
         self.lock = ReadersLock()
         self.entries: OrderedDict[str, Entry] = OrderedDict()
 
-    def put(self, changes: Mapping[str, Entry], keeps_frozen: bool = False) -> None:
+    def put(self, changes: Mapping[str, Entry], keeps_modes: bool = False) -> None:
         """Add or replace entries, all at once, after the least recently used states have moved to the host.
 
-        With ``keeps_frozen`` entries stay frozen or not as they are now, which may have changed during a step.
+        With ``keeps_modes`` entries stay frozen and in shadow, or not, as they are now: a step may have taken long.
         """
         new = dict(changes) if len(self.entries) + len(changes) <= self.rows else self._make_room(changes)
         with self.lock:
             for name, entry in new.items():
                 now = self.entries.get(name)
-                if keeps_frozen and now is not None and now.frozen != entry.frozen:
-                    new[name] = replace(entry, frozen=now.frozen)
+                if keeps_modes and now is not None and now.frozen != entry.frozen:
+                    new[name] = replace(new[name], frozen=now.frozen)
+                if keeps_modes and now is not None and now.shadow != entry.shadow:
+                    new[name] = replace(new[name], shadow=now.shadow, differ=now.differ)
             self.entries.update(new)
             for name in new:
                 self.entries.move_to_end(name)

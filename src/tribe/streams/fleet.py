@@ -15,13 +15,13 @@ from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
 from tribe.health.prepared import Prepared, check_alone
 from tribe.health.report import Health, Listener, StreamInfo, StreamReport, describe_streams
-from tribe.methods import AnyMethod, Deployed, EmptyState, Frozen, Pipeline
+from tribe.methods import AnyMethod, EmptyState, Pipeline
 from tribe.methods.building import build_method
-from tribe.methods.source import Source
-from tribe.streams.batching import Arrived, EntryGroup, gather
+from tribe.streams.batching import Arrived, gather
 from tribe.streams.budget import Budget, Pace, choose_method
 from tribe.streams.core import Streams, check_seed
 from tribe.streams.names import check_name
+from tribe.streams.shadow import Shadow, shares_that_differ
 
 
 @torch.inference_mode(False)  # what is built here must be able to carry gradients
@@ -41,6 +41,7 @@ def fleet(
     deterministic: bool = False,
     exact: bool = False,
     budget: float | Budget | None = None,
+    shadow: bool | Shadow = False,
     **fields: Any,
 ) -> "Fleet":
     """Make a trained classifier adapt to many streams (cameras), each with a name.
@@ -84,6 +85,7 @@ def fleet(
         deterministic=deterministic,
         exact=exact,
         pace=pace,
+        shadow=shadow,
     )
 
 
@@ -110,18 +112,22 @@ class Fleet(Streams):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def predict(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Predict without adapting, with the last states: a step in another thread is not waited for."""
-        return self.run_prediction(self._arrived(images))
+    def predict(
+        self, images: Mapping[str, Tensor], *, shadow: bool | Mapping[str, bool] | None = None
+    ) -> dict[str, Tensor]:
+        """Predict without adapting, with the last states: a step in another thread is not waited for.
+
+        ``shadow``, for all streams or by name: True asks the source, False what adapts; None answers as a call does.
+        """
+        return self.run_prediction(self._arrived(images), shadow)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def predict_source(self, x: Tensor) -> Tensor:
         """Predict images (B, ...) with the source model."""
         own = self._arrived({"source": x})["source"]
-        group = EntryGroup(("source",), 1, own.x, None, (own.x.shape[1],), True)
         self._checks.find_bad(own.x, None)
-        logits = self._runner.predict(group, [], lambda: Deployed(*self.net.source(), Frozen()), Source())
+        logits = self._runner.predict_source(own.x)
         return logits[0] if own.added else logits
 
     def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
@@ -170,6 +176,26 @@ class Fleet(Streams):
     def __contains__(self, name: object) -> bool:
         return name in self.table.entries
 
+    # -- shadow -------------------------------------------------------------------------------------------------------
+
+    def promote(self, name: str | None = None) -> Self:
+        """Let what adapts answer from the next call on, for one stream or all. Their states stay as they are."""
+        return self._set_all(name, False)
+
+    def demote(self, name: str | None = None) -> Self:
+        """Let the source answer from the next call on, for one stream or all; they go on learning in shadow."""
+        return self._set_all(name, True)
+
+    def _set_all(self, name: str | None, shadow: bool) -> Self:
+        with self.table.lock:
+            for each in self.names if name is None else [name]:
+                self.set_shadow(each, shadow)
+        return self
+
+    def in_shadow(self, name: str) -> bool:
+        """Return whether the source answers for a stream."""
+        return self.entry(name).shadow[0]
+
     # -- reports ------------------------------------------------------------------------------------------------------
 
     def info(self, name: str) -> StreamInfo:
@@ -189,7 +215,9 @@ class Fleet(Streams):
         states = [entry.state for entry in entries.values()]
         steps = torch.cat([state.key.clock for state in states])
         bad, frozen = ([entry.bad_images()[0] for entry in entries.values()], [e.frozen for e in entries.values()])
-        infos = describe_streams(gather([state.info for state in states]), steps, bad, frozen)
+        modes = [entry.shadow[0] for entry in entries.values()]
+        differ = shares_that_differ(list(entries.values()), self.alarms.watched)
+        infos = describe_streams(gather([state.info for state in states]), steps, bad, frozen, None, modes, differ)
         return dict(zip(entries, infos, strict=True))
 
     def report_many(self, names: Iterable[str]) -> dict[str, StreamReport]:

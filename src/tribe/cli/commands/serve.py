@@ -88,6 +88,10 @@ def serve(
     settings: Settings = None,
     guard: Annotated[bool, typer.Option("--guard", help="Guard and watch every stream: see docs/health.md.")] = False,
     health: Health = None,
+    shadow: Annotated[
+        bool,
+        typer.Option("--shadow", help="New streams begin in shadow: the source answers, until they are promoted."),
+    ] = False,
     device: Device = "auto",
     tokens: Annotated[Path | None, typer.Option(help="JSON file that says who may do what.")] = None,
     tls: Annotated[
@@ -127,6 +131,7 @@ def serve(
             "data": data,
             "guard": _guard(net, chosen, guard, fields["guard"], image_shape),
             "health": False if health is None else health,
+            "shadow": shadow,
             "policy": _build(Policy, "policy", fields["policy"]),
             "host": host,
             "tokens": tokens,
