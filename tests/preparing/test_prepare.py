@@ -10,11 +10,13 @@ import tribe
 from commands import succeeded
 from commands import tribe_command as command
 from tribe.core.backbone import Backbone
+from tribe.health.playing import Lengths
 from tribe.health.prepared import Prepared, PreparedError
 from tribe.io import tensors as tensor_file
 from tribe.testing import small_network
 
 COUNT = 300
+LENGTHS = "tribe.preparing.preparing.choose_lengths"
 SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}
 
 
@@ -129,6 +131,7 @@ class Stopped(Exception):
 
 def test_what_was_stopped_goes_on_to_the_same_result(net, tmp_path, monkeypatch):
     monkeypatch.setattr("tribe.preparing.preparing.EVERY", 0.0)
+    monkeypatch.setattr(LENGTHS, lambda *_: Lengths(125, 32))  # it measures, and the machine may be busy
     images, labels = digits(0, COUNT)
     path, done = tmp_path / "net.tribe", []
 
@@ -141,22 +144,18 @@ def test_what_was_stopped_goes_on_to_the_same_result(net, tmp_path, monkeypatch)
         tribe.prepare(net, images, labels, progress=stop, **given)
     assert not path.exists()
     part = (tmp_path / "net.tribe.part").read_bytes()
+    monkeypatch.setattr(LENGTHS, None)  # the file says it
     again = tribe.prepare(net, images, labels, progress=lambda n, of: done.append(n), **given)
     assert len(done) == 2
     assert path.exists()
     assert not (tmp_path / "net.tribe.part").exists()
-    monkeypatch.setattr("tribe.preparing.preparing.choose_lengths", lambda *_: Lengths125)
+    monkeypatch.setattr(LENGTHS, lambda *_: Lengths(125, 32))
     whole = tribe.prepare(net, images, labels, method="bank", **SOME)
     assert again.card.rows == whole.card.rows
     assert again.calibration == whole.calibration
     (tmp_path / "net.tribe.part").write_bytes(part[:1000])
     with pytest.warns(UserWarning, match="begins anew"):
         tribe.prepare(net, images, labels, **given)
-
-
-from tribe.health.playing import Lengths  # noqa: E402
-
-Lengths125 = Lengths(125, 32)
 
 
 def test_doubts_are_said(net):
