@@ -166,12 +166,16 @@ class Prepared:
             return cls.load(fspath(given))
         return None
 
-    def build(self, net: Backbone) -> AnyMethod:
-        """Return the method with its guard and filter; refuse another network."""
+    def check(self, net: Backbone) -> None:
+        """Refuse another network."""
         if self.network != net.fingerprint(exact=False):
             raise PreparedError(
                 f"{self.path} was prepared for another network, or for other weights of it: {AGAIN}, for this one"
             )
+
+    def build(self, net: Backbone) -> AnyMethod:
+        """Return the method with its guard and filter; refuse another network."""
+        self.check(net)
         method = method_from_file(self.path, self.method, self.fields, {})
         known = None if self.calibration is None else self.calibration.knowledge()
         return method if known is None else with_fields(method, calibration=known)

@@ -96,6 +96,10 @@ def run(
     realtime: Speed = None,
     costs: Costs = None,
     budget: BudgetTimes = None,
+    prepared: Annotated[
+        Path | None,
+        typer.Option(help="A prepared file, `tribe prepare`: play its method, too, without the estimate of accuracy."),
+    ] = None,
 ) -> None:
     """Play a stream to some methods: live progress, a table of errors, and a chart.
 
@@ -111,12 +115,20 @@ def run(
         if not names:
             raise ValueError(f"--methods {methods!r} names no method: {nearest('', tribe.methods.names())}")
         points: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+        ready = None if prepared is None else tribe.Prepared.load(prepared)
+        if ready is not None:
+            points = [point for point in points if point[0] != ready.method]
+            fields = {name: value for name, value in ready.fields.items() if name != "calibration"}
+            points.append((ready.method, {f"{ready.method}.{name}": value for name, value in fields.items()}))
+            names = [name for name, _ in points]
         if realtime is not None:
             Realtime(realtime, 1.0)  # refuses a speed before the work
         elif costs is not None:
             raise ValueError("--costs is for runs in real time: add --realtime")
         limit = Budget.of(budget)  # refuses one before the work
         planned, workbench = options.plan_experiments(points, dataset, model, weights, scenario, seeds, settings, data)
+        if ready is not None and planned[0].parts is not None:
+            ready.check(planned[0].parts.net)
         if limit is not None:
             with output.timing_bar() as show:
                 planned = within_budget(planned, limit, out, show)

@@ -1,0 +1,1 @@
+"""Does a prepared network keep its promises? See README.md."""
