@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 import tribe
+from studies.deploy.streams import record
 from tribe.core.rules import Frozen, PerBatch
 from tribe.experiments.plots import COLOURS, save
 from tribe.experiments.plots import errors as errors_chart
@@ -33,6 +34,54 @@ def bursty_stream(*corruptions: str, imbalance: float = 100) -> tribe.Stream:
     chosen = {"corruptions": corruptions} if corruptions else {}
     data = tribe.datasets.create("live-mnist-c", **chosen)
     return tribe.Stream(data, tribe.scenarios.create("gli-f", imbalance=imbalance), seeds=(0,))
+
+
+# -- a day of a camera -------------------------------------------------------------------------------------------------
+
+
+PARTS = ("clean", "night", "rain", "clean", "lens", "night", "clean")
+SHOWN = {"clean": "day", "lens": "other lens"}
+EACH = 1000  # images of a part
+LAST = 200  # images of an error
+
+
+def day() -> Figure:
+    """The errors of the source, of TRIBE, and of the prepared network on a camera whose world changes."""
+    net, digits = network(), tribe.datasets.create("mnist")
+    labels = digits.labels("clean")
+    images = digits.images("clean", torch.arange(len(labels)))
+    prepared = tribe.prepare(net, images[:EACH], labels[:EACH])
+    stream = record(images[EACH:], labels[EACH:], PARTS, EACH, bursts=True, seed=11)
+    models = {
+        "the network as it was trained": tribe.adapt(net, "source"),
+        "TRIBE, the paper's method": tribe.adapt(net, "tribe"),
+        'tribe.adapt(net, "net.tribe")': tribe.adapt(net, prepared),
+    }
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
+    above, axes = figure.subplots(2, 1, height_ratios=(1, 5))
+    above.axis("off")
+    for (name, model), colour in zip(models.items(), (BLACK, BLUE, GREEN), strict=True):
+        wrong = torch.cat(
+            [
+                (model(x.float() / 255).argmax(-1) != y).float()
+                for x, y in zip(stream.images.split(64), stream.labels.split(64), strict=True)
+            ]
+        )
+        recent = 100 * wrong.unfold(0, LAST, LAST // 8).mean(1)
+        label = f"{name}: {100 * wrong.mean():.1f} % over all"
+        axes.plot(LAST + LAST // 8 * torch.arange(len(recent)), recent, color=colour, label=label, linewidth=1.6)
+    for place, part in enumerate(PARTS):
+        axes.axvline(place * EACH, color="#999999", linewidth=0.6)
+        above.text((place + 0.5) / len(PARTS), 0.0, SHOWN.get(part, part), ha="center", transform=above.transAxes)
+        row = torch.cat(tuple(stream.images[stream.part == place][[100, 400, 700], 0]), 1)
+        inset = above.inset_axes((place / len(PARTS) + 0.01, 0.35, 1 / len(PARTS) - 0.02, 0.65))
+        inset.imshow(row, cmap="gray", vmin=0, vmax=255)
+        inset.axis("off")
+    axes.set(ylabel=f"error of the last {LAST} images, %", xlabel="image of the stream", ylim=(0, 100))
+    axes.set_xlim(0, EACH * len(PARTS))
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside lower center", fontsize="small")
+    return figure
 
 
 # -- the main job ------------------------------------------------------------------------------------------------------
@@ -177,6 +226,7 @@ def followed(net: tribe.Backbone, method: Any, stream: tribe.Stream) -> tuple[Te
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
+    "day": day,
     "errors": errors,
     "normalisation": normalisation,
     "class-means": class_means,
