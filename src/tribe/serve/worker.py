@@ -56,6 +56,7 @@ class Worker:
         self.fleet, self.store, self.policy, self.clock = fleet, store, policy or Policy(), clock
         self.runtime = Runtime(fleet, store, self.policy, new_owner() if owner is None else owner, model, clock)
         self.runtime.on_progress = self._advance
+        fleet.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
         self.metrics, self.log, self.scheduler = self.runtime.metrics, self.runtime.events, self.runtime.scheduler
         self.sessions = Sessions(self.runtime, self._place_again)
         self.scheduler.blocked = self.sessions.blocked
