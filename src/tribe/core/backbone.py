@@ -317,8 +317,8 @@ class Backbone(nn.Module):
                 self._give_up_channels_last()  # unless another thread has
                 return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
             shape = tuple(x.shape[2:])
-            why = explain_shape(self.model, self.dtype, shape) or error
-            raise ValueError(f"the network could not take images of shape {shape}: {why}") from error
+            reason = explain_shape(self.model, self.dtype, shape) or error
+            raise ValueError(f"the network could not take images of shape {shape}: {reason}") from error
         logits, features = self._read(result, current)
         if learns and not logits.requires_grad:
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)
