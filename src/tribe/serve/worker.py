@@ -90,6 +90,14 @@ class Worker:
             except Exception:
                 log.exception("a chore failed and is tried again: %s", getattr(chore, "__name__", chore))
 
+    async def alive(self) -> None:
+        """Return after the threads that run the model have answered; a thread that hangs never answers.
+
+        A worker that stops is alive: how long that may take is bounded elsewhere.
+        """
+        if self._accepting:
+            await asyncio.gather(*(self.runtime.run(thread, lambda: None) for thread in ("step", "predict")))
+
     async def stop(self) -> None:
         """Refuse new requests, finish those that came, store every stream, and release them all."""
         self._accepting = False
