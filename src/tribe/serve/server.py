@@ -322,6 +322,8 @@ class Server(Listener):
         net = model if isinstance(model, Backbone) else Backbone(model)
         if data is not None and options.get("budget") is not None:
             raise ValueError(KEPT_BUDGET)
+        if policy is not None and policy.exact:
+            options["exact"] = True
         begin = Shadow.of(options.pop("shadow", False))
         shadow = replace(begin, demote=begin.demote or (policy is not None and policy.demote))
         streams = fleet(net, method, shadow=shadow, **options)
