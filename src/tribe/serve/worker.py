@@ -354,6 +354,7 @@ class Worker:
             "clock": session.clock,
             "generation": session.generation,
             "received": session.images,
+            "holding": session.holding,
             "owner": self.runtime.owner if session.role == "owned" else None,
             "lag": session.lag(now),
             "queued": 0 if queue is None else len(queue.jobs),
