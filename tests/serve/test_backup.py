@@ -4,6 +4,8 @@ import contextlib
 import io
 import itertools
 import json
+import re
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from small_server import serving, small_fleet
 
 from commands import assert_refused, message, succeeded, tribe_command
+from places import ROOT
 from processes import Touches, killed
 from stores import need_redis, shared_server
 from tribe.io import states
@@ -291,3 +294,14 @@ def test_wrong_places_are_refused_and_nothing_is_made(one, tmp_path):
     assert_refused(tribe_command("store", "restore", one / "night.backup", tmp_path / "full"), "empty")
     assert_refused(tribe_command("store", "restore", tmp_path / "no.backup", tmp_path / "new"), "no.backup")
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["full", "thesis.txt"]
+
+
+def test_the_page_on_serving_backs_up_and_restores(one, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(one / "store", "streams")
+    page = (ROOT / "docs/serving.md").read_text()
+    lines = re.findall(r"^tribe (store (?:backup|restore) .*)$", page, re.MULTILINE)
+    assert len(lines) == 2
+    for line in lines:
+        succeeded(tribe_command(*line.split()))
+    assert kept("elsewhere") == kept("streams")

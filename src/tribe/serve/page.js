@@ -298,7 +298,7 @@ function fillRow(row, name, one) {
   setText(row.shadow, known.shadow ? "in shadow" : "");
   setText(row.alarms, alarmsOf(known).join("; "));
   for (const measure of Object.keys(MEASURES)) if (measure !== "accuracy") setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
-  showAccuracy(row, known);
+  showAccuracy(row.numbers.accuracy, known);
   askForPicture(row, name, known.thumbnail ?? null);
   drawChart(row.chart, name, one, at("chart").value);
   const owned = known.state === undefined || OWNED.has(known.state);
@@ -314,12 +314,11 @@ function fillRow(row, name, one) {
 }
 
 // An estimate is its interval: the number alone would say more than is known.
-function showAccuracy(row, known) {
-  const cell = row.numbers.accuracy;
+function showAccuracy(cell, known) {
   if (!cell.children.length) cell.append(make("span"), " ", make("span", { class: "interval" }));
   const bounds = [known.accuracy_low, known.accuracy_high];
   setText(cell.children[0], show("accuracy", known.accuracy));
-  setText(cell.children[1], bounds.every(Number.isFinite) ? `${bounds.map((value) => Math.round(100 * value)).join("–")}` : "");
+  setText(cell.children[1], bounds.every(Number.isFinite) ? bounds.map((value) => Math.round(100 * value)).join("–") : "");
   cell.title = interval(known) ?? "";
 }
 

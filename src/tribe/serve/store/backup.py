@@ -129,7 +129,7 @@ def _names(store: StreamStore) -> Iterator[str]:
 
 def _readable(store: StreamStore, stream: str) -> tuple[Stored | None, list[str]]:
     """The newest state of a stream that can be read, and what is wrong with newer ones."""
-    reasons = []
+    reasons = list[str]()
     for previous in (False, True):
         try:
             found = store.read(stream, previous=previous)
