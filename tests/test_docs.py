@@ -116,7 +116,9 @@ def test_links_names_and_commands_of_a_page_exist(path):
     commands = get_command(app).commands | get_command(reproduction_app).commands
     for command, rest in re.findall(r"(?:`|^|\.venv/bin/)tribe ([a-z]+)\b([^`#\n]*)", text, re.M):
         assert command in commands, command
-        known = {option for parameter in commands[command].params for option in (*parameter.opts, "--help")}
+        found = commands[command]
+        parts = [found, *getattr(found, "commands", {}).values()]  # of a group
+        known = {option for part in parts for parameter in part.params for option in (*parameter.opts, "--help")}
         assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, f"tribe {command}{rest}"
 
 

@@ -121,7 +121,7 @@ def test_a_model_that_mixes_images_is_refused(norm: Callable[[int], nn.Module]) 
         run(Around(lambda inner, x: inner(x[: len(x) // 2 + 1]), small(norm)), images("BatchNorm2d", 2))
 
 
-@pytest.mark.parametrize(("shape", "message"), [((5, 8, 8), "takes 3 channels"), ((8, 8), r"4 axes, \(B, 3, ...\)")])
+@pytest.mark.parametrize(("shape", "message"), [((5, 8, 8), "takes 3 channels"), ((8, 8), "3 axes")])
 def test_images_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(small(), torch.rand(1, 6, *shape))

@@ -5,6 +5,7 @@ cut short or extended. All cases of a reader run in one child process with a lim
 that a failure repeats; the message names the seed.
 """
 
+import contextlib
 import json
 import random
 import sys
@@ -30,6 +31,8 @@ from tribe.io import json_files, states
 from tribe.knowledge import SHIPPED, Knowledge
 from tribe.onnx.states import ModelFileError
 from tribe.onnx.states import read as read_in_numpy
+from tribe.serve.store import Write, backup
+from tribe.serve.store.sqlite import SqliteStore
 from tribe.testing import images, small_network
 
 MEGABYTES = 700  # beside what the imports take
@@ -61,6 +64,18 @@ def write_bank(path):
     adapter = tribe.adapt(small_network(), "bank", compare=0)
     adapter(images(1, 6)[0])
     adapter.save(path)
+
+
+def write_backup(path):
+    with contextlib.closing(SqliteStore(path.parent / "store")) as store:
+        for seed in range(2):
+            claim = store.claim(f"cam{seed}", "a fuzzer", 60)
+            if claim is not None:
+                adapter = tribe.adapt(small_network())
+                adapter(images(1, 6, seed)[0])
+                adapter.save(path.parent / "state")
+                store.write([Write(claim, (path.parent / "state").read_bytes(), 1, ["request"])])
+    backup.backup(path.parent / "store", path)
 
 
 def write_manifest(path):
@@ -118,6 +133,7 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
     ),
     "state.safetensors": (write_state, states.read, states.StateFileError),
     "state-in-numpy.safetensors": (write_bank, read_in_numpy, ModelFileError),
+    "streams.backup": (write_backup, backup.check, ValueError),
     "record.npz": (write_record, Record.load, ValueError),
 }
 

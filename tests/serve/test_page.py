@@ -158,7 +158,11 @@ def test_the_health_of_a_stream_is_shown_with_its_alarms(visit):
         expect(page.locator("#events")).to_contain_text("the camera is black")
         expect(page.locator("#events")).to_contain_text("the guard lets it learn nothing from such frames")
         known = client.stream("door")
-        expect(number(page, "door", "Accuracy")).to_have_text(f"{round(100 * known['accuracy'])} %")
+        low, high, accuracy = (round(100 * known[f"accuracy{end}"]) for end in ("_low", "_high", ""))
+        expect(number(page, "door", "Accuracy")).to_have_text(f"{accuracy} % {low}–{high}")
+        expect(row(page, "gate").locator(".state")).to_have_text("held by the guard")
+        expect(page.locator("#summary")).to_contain_text("1 held by the guard")
+        expect(page.locator("#rows tr").first).to_contain_text("gate")  # alarms come first
         page.get_by_role("button", name="gate", exact=True).click()
         expect(page.locator("tr.detail svg:visible")).to_have_count(5)
         expect(page.locator("tr.detail dl")).to_contain_text("with 90 % certainty from")
@@ -361,3 +365,32 @@ def test_streams_in_shadow_are_seen_promoted_and_demoted(visit):
         expect(row(page, "gate").locator(".shadow")).to_have_text("in shadow")
         assert client.stream("gate")["shadow"]
         assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
+
+
+@pytest.mark.parametrize(("size", "tallest"), [("phone", 2800), ("desktop", 1900)])
+def test_many_streams_are_small_rows_and_alarms_come_first(visit, server, size, tallest):
+    """40 cameras took 5,400 pixels, and their alarms were somewhere among them. The answer is replaced here."""
+    one = {"images": 5, "trusted": 0.5, "entropy": 0.25, "distance": 0.125, "frozen": False, "snapshots": [1]}
+    one |= {"state": "learning", "accuracy": 0.75, "accuracy_low": 0.7, "accuracy_high": 0.8}
+    many = [{**one, "name": f"line-{i // 8}-camera-{i % 8}"} for i in range(40)]
+    many[31] |= {"alarms": ["the camera is black"], "holding": True}
+
+    def prepare(page):
+        answer = json.dumps({"model": "small", "method": "tribe", "streams": many})
+        page.route("**/v1/streams", lambda route: route.fulfill(body=answer, content_type="application/json"))
+
+    page = visit(server.url, size, prepare=prepare)
+    lines = page.locator("#rows tr")
+    expect(lines).to_have_count(40)
+    expect(lines.first).to_contain_text("line-3-camera-7")
+    expect(lines.first.locator(".state")).to_have_text("held by the guard")
+    expect(page.locator("#rows .chart path[d^=M]").first).to_be_attached()  # the first sample is drawn
+    tall, wide = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
+    assert (tall < tallest, wide <= SIZES[size][0]) == (True, True), (tall, wide)
+    cut = page.evaluate(
+        "[...document.querySelectorAll('.name button')].filter((e) => e.scrollWidth > e.clientWidth).length"
+    )
+    assert cut == 0, "names are shown whole"
+    toggle = page.get_by_role("button", name="line-0-camera-3", exact=True)
+    toggle.click()
+    expect(page.get_by_role("button", name="Reset: line-0-camera-3")).to_be_visible()

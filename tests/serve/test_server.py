@@ -18,6 +18,7 @@ from commands import message, tribe_command
 from networks import at_once
 from processes import Prints, Process, ended, interrupted
 from tribe.serve import Client, ClientError, Server
+from tribe.serve.config import Policy
 from tribe.serve.plain import encode_npy
 from tribe.streams import fleet
 from tribe.testing import small_network
@@ -304,3 +305,17 @@ def test_a_word_for_false_turns_a_limit_off():
     result = ended("-m", "tribe", "serve", "--port", 0, "--host", "0.0.0.0", "--set", "limits.open=false")
     assert result.code == 2
     assert "without tokens" in " ".join(result.err.split())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_streams_step_together_unless_the_policy_says_exact(exact):
+    server = Server(small_network(), shape=(3, 8, 8), port=0, policy=Policy(exact=exact))
+    assert (server.service.worker.fleet.unbatched_reason is not None) == exact
+
+
+@pytest.mark.parametrize("option", ["limits.open=maybe", "limits.any_range=1", "policy.exact=0"])
+def test_a_choice_is_true_or_false(option):
+    """A text counted as true, so that limits.open=false opened a server."""
+    result = tribe_command("serve", "--port", "0", "--set", option)
+    assert result.exit_code == 2
+    assert "true or false" in message(result)

@@ -58,7 +58,7 @@ def test_the_fields_of_the_policy_exist():
 
 
 def test_the_shell_blocks_are_those_that_are_tested():
-    """A new block needs a test. The last is that of tests/serve/test_haproxy.py, with other ports."""
+    """A new block needs a test. The last two are those of test_backup.py and test_haproxy.py."""
     first = [block.splitlines()[0] for block in BLOCKS]
     assert first == [
         "tribe serve --data streams",
@@ -66,6 +66,7 @@ def test_the_shell_blocks_are_those_that_are_tested():
         "for camera in motion_blur spatter rotate; do",
         "curl -s http://127.0.0.1:8000/v1/streams/rotate",
         "tribe source health --model compact --dataset mnist --method tribe+guard --out health.safetensors",
+        "tribe store backup streams night.backup",
         "tribe serve --data streams --port 8101 &",
     ]
 

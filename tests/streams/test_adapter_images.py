@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,19 +13,15 @@ from tribe.core.validation import good_images
 from tribe.testing import CLASSES, images, ready, small_network
 
 IMAGES = {
-    "a numpy array": (np.zeros((2, 3, 8, 8), np.float32), TypeError, "expected a tensor.*ndarray.*from_numpy"),
-    "a list": ([1.0], TypeError, "expected a tensor of images; got list"),
-    "bytes as pixels": (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, r"uint8.*\.float\(\) / 255"),
-    "integers": (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "int64; expected floating point"),
-    "booleans": (torch.zeros(2, 3, 8, 8, dtype=torch.bool), TypeError, "bool; expected floating point"),
-    "complex numbers": (torch.zeros(2, 3, 8, 8, dtype=torch.complex64), TypeError, "complex64; expected"),
+    "a list of numbers": ([1.0], TypeError, "expected images"),
+    "integers": (torch.zeros(2, 3, 8, 8, dtype=torch.int64), TypeError, "int64"),
+    "booleans": (torch.zeros(2, 3, 8, 8, dtype=torch.bool), TypeError, "bool"),
+    "complex numbers": (torch.zeros(2, 3, 8, 8, dtype=torch.complex64), TypeError, "complex64"),
     "a scalar": (torch.tensor(0.5), ValueError, r"expected images \(B, ...\)"),
     "one axis": (torch.rand(3), ValueError, r"expected images \(B, ...\); got \(3,\)"),
-    "grey images for a colour network": (torch.rand(2, 1, 8, 8), ValueError, "first layer takes 3 channels"),
-    "channels last": (torch.rand(2, 8, 8, 3), ValueError, "first layer takes 3 channels"),
-    "one image without a batch": (torch.rand(3, 8, 8), ValueError, "batches with 4 axes"),
-    "video for an image network": (torch.rand(2, 4, 3, 8, 8), ValueError, "batches with 4 axes"),
-    "images without pixels": (torch.rand(2, 3, 0, 8), ValueError, r"could not take images of shape \(3, 0, 8\)"),
+    "grey images for a colour network": (torch.rand(2, 1, 8, 8), ValueError, "takes 3 channels"),
+    "video for an image network": (torch.rand(2, 4, 3, 8, 8), ValueError, "3 axes"),
+    "images without pixels": (torch.rand(2, 3, 0, 8), ValueError, "without pixels"),
     "images on another device": (torch.rand(2, 3, 8, 8, device="meta"), ValueError, "on meta, the network on cpu"),
 }
 STREAMS = {  # for an adapter with two streams
@@ -93,7 +88,7 @@ def test_other_floating_precisions_are_converted():
 
 @pytest.mark.parametrize(
     ("scale", "shift", "cause"),
-    [(255, 0, "divide by 255"), (4, -2, "normalised already.*Normalize"), (1.5, 0, "scaled")],
+    [(4, -2, "normalised already.*Normalize"), (1.5, 0, "scaled")],
 )
 def test_values_outside_the_range_are_told_once(scale, shift, cause):
     model = started()

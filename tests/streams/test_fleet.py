@@ -327,8 +327,8 @@ def test_an_unknown_stream_is_named():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), TypeError, "stream 'bad': images are torch.uint8"),
-        ([1, 2], TypeError, "stream 'bad': expected a tensor"),
+        (torch.zeros(2, 3, 8, 8, dtype=torch.int32), TypeError, "stream 'bad': images are torch.int32"),
+        ([1, 2], TypeError, "stream 'bad': expected images"),
         (torch.rand(8), ValueError, "stream 'bad': expected images"),
         (torch.rand(2, 5, 8, 8), ValueError, "could not take images of shape"),
     ],

@@ -131,8 +131,8 @@ def parse_overrides(texts: Sequence[str] | None, components: Sequence[str], plai
 
     >>> parse_overrides(["scenario.sigma=0.01", "tent.optimizer=sgd"], ["scenario", "tent", "bn"])
     {'scenario': {'sigma': 0.01}, 'tent': {'optimizer': 'sgd'}, 'bn': {}}
-    >>> parse_overrides(["batch=32"], ["tent"], ["batch"])
-    {'tent': {}, '': {'batch': 32}}
+    >>> parse_overrides(["batch=32", "limits.open=true"], ["limits"], ["batch"])
+    {'limits': {'open': True}, '': {'batch': 32}}
     """
     overrides: Overrides = {component: {} for component in components}
     overrides |= {"": {}} if plain else {}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from tribe.core import kernels
 from tribe.core.fusion import Fusion, Mismatch
+from tribe.core.image_shapes import KnownShapes, explain_shape, first_convolution
 from tribe.core.moments import fold
 from tribe.core.packed import ClassStats, pack
 from tribe.core.placement import (
@@ -124,7 +125,8 @@ class Backbone(nn.Module):
         for layer in self._candidates.values():
             layer.register_forward_pre_hook(_record_features)
         self._thread_copies = ThreadCopies()
-        self._warned, self.dense = False, dense
+        self._warned, self.dense, self._shapes = False, dense, KnownShapes()
+        self.channels_last_told = False  # whether a warning said that images came channels last
         self.fusion = Fusion()  # of other calls with normalisation, where kernels run
         self._note_place()
         self.outputs: Tensor | None
@@ -194,22 +196,18 @@ class Backbone(nn.Module):
     @cached_property  # it is read for each batch, and a network has hundreds of modules
     def rank(self) -> int | None:
         """Return the axes of a batch of images (B, ...), from the first convolution; None if there is none."""
-        first = self._first_convolution()
+        first = first_convolution(self.model)
         return None if first is None else 2 + len(first.kernel_size)
 
-    def _first_convolution(self) -> nn.Conv1d | nn.Conv2d | nn.Conv3d | None:
-        layers = [m for m in self.model.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
-        gates = [layer for layer in layers if layer.in_channels == layer.out_channels == 1]  # attention, as in ECA
-        return next((layer for layer in layers if layer not in gates), next(iter(layers), None))
+    @cached_property
+    def image_channels(self) -> int | None:
+        """Return the channels of an image, from the first convolution; None if there is none."""
+        first = first_convolution(self.model)
+        return None if first is None else first.in_channels
 
-    def _expected(self, shape: tuple[int, ...]) -> str:
-        """Return the shape that the first convolution expects, for an error message, if this one does not fit."""
-        first = self._first_convolution()
-        if first is None or self.rank is None:
-            return ""
-        if len(shape) != self.rank - 1:
-            return f". Its first layer takes batches with {self.rank} axes, (B, {first.in_channels}, ...)"
-        return f". Its first layer takes {first.in_channels} channels" if shape[0] != first.in_channels else ""
+    def takes(self, shape: tuple[int, ...]) -> bool:
+        """Return whether an image of this shape passes the network; False may mean that it cannot be asked."""
+        return self._shapes.takes(self.model, self.dtype, shape)
 
     def _note_place(self) -> None:
         """Note where the network is and in which precision: every batch asks."""
@@ -312,16 +310,15 @@ class Backbone(nn.Module):
             return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a fault of the device, not of the images
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise
             if NO_VIEW in str(error) and channels_last:
                 self._give_up_channels_last()  # unless another thread has
                 return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)
             shape = tuple(x.shape[2:])
-            raise ValueError(
-                f"the network could not take images of shape {shape}: {error}{self._expected(shape)}"
-            ) from error
+            reason = explain_shape(self.model, self.dtype, shape) or error
+            raise ValueError(f"the network could not take images of shape {shape}: {reason}") from error
         logits, features = self._read(result, current)
         if learns and not logits.requires_grad:
             raise ValueError(NO_GRADIENT if self.has_affine or weights is not None else NO_AFFINE)

@@ -18,6 +18,7 @@ from tribe.core.backbone import Backbone
 from tribe.core.placement import by_reason
 
 MOST_UNIT = 2  # an image without negative values that exceeds it was not meant to lie in [0, 1]
+MOST_COUNTED = 2**16  # values above it were not counted by a camera
 TOLERANCE = 1e-3  # how far values may leave [0, 1] without a warning
 LIMIT = 1e6  # far above any image, 0 to 255 included; far below where sums of squares overflow in float32
 PROBABILITIES = (
@@ -29,16 +30,23 @@ PROBABILITIES = (
 class Checks:
     """Checks of images and of logits; each warns once.
 
-    ``classes`` is None for ``dense`` networks; ``logits``: the method returns logits, not probabilities.
+    ``classes`` is None for ``dense`` networks; ``logits``: the method returns logits, not probabilities; ``guarded``: a
+    guard skips frames of a camera that fails.
     """
 
-    def __init__(self, net: Backbone, classes: int | None, logits: bool) -> None:
+    any_range = False  # whether images that look like 0 to 255 are taken
+
+    def __init__(self, net: Backbone, classes: int | None, logits: bool, guarded: bool = False) -> None:
         self.classes, self._dense = classes, net.dense
         self._classifier = net.classifier
         self._range_checked, self._output_checked = False, not logits
+        self._guarded, self._proper = guarded, False  # whether a batch was in [0, 1]
 
     def find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return which images (S, B) are bad, or None if all are good. Warn once of images outside [0, 1].
+
+        Raise if most images of a stream look like 0 to 255: nobody means that. Where a guard skips such frames and
+        proper ones came before, it is the camera that fails.
 
         A step screens its images itself. If the extremes of a batch lie in [0, 1], no image is bad, so a batch is
         screened here only if they do not, or on a GPU, where reading them would wait for the device.
@@ -46,10 +54,15 @@ class Checks:
         gpu = x.device.type != "cpu"
         if not (gpu and self._range_checked) and in_range(x):
             self._range_checked |= gpu
+            self._proper = True
             return None
         good = good_images(x)
-        if not self._range_checked:
-            self._range_checked = warn_of_range(x[good if valid is None else good & valid]) or gpu
+        if not (gpu and self._range_checked):
+            counted = good if valid is None else good & valid
+            if not (self.any_range or (self._guarded and self._proper)):
+                refuse_bytes(x, counted)
+            if not self._range_checked:
+                self._range_checked = warn_of_range(x[counted]) or gpu
         return ~good
 
     def check_logits(self, logits: Tensor, bad: Tensor | None) -> None:
@@ -161,8 +174,23 @@ def in_range(x: Tensor) -> bool:
 
 
 def looks_like_bytes(low: Any, high: Any) -> Any:
-    """Return whether images of floating point with these least and largest values look like 0 to 255."""
-    return (low >= 0) & (high > MOST_UNIT)
+    """Return whether images of floating point with these least and largest values look like 0 to 255, or to 65,535."""
+    return (low >= 0) & (high > MOST_UNIT) & (high <= MOST_COUNTED)
+
+
+def refuse_bytes(x: Tensor, counted: Tensor) -> None:
+    """Raise if more than half of the images (S, B, ...) of a stream that count look like 0 to 255."""
+    pixels = tuple(range(2, x.dim()))
+    if not x.numel() or float(x.amin()) < 0:
+        return
+    high = x.amax(pixels)
+    wrong = looks_like_bytes(x.amin(pixels), high) & counted
+    if bool((2 * wrong.sum(1) > counted.sum(1)).any()):
+        raise ValueError(
+            f"images of floating point reach up to {high[wrong].max().item():.4g}; expected [0, 1]: divide by 255, or "
+            "give uint8. Nothing was learned. For a network that takes 0 to 255 itself: torch.nn.Sequential("
+            "tribe.Normalize([0.0] * channels, [1 / 255] * channels), net)"
+        )
 
 
 def warn_of_range(x: Tensor) -> bool:

@@ -91,10 +91,18 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
 
     A pipe or a device, such as /dev/null, is written to directly.
     """
-    with explain_failure(path, len(data)):
+    with writing_atomically(path, len(data)) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def writing_atomically(path: str | PathLike[str], needed: int = 0) -> Iterator[IO[bytes]]:
+    """Return a context with a file to write, of ``needed`` bytes; at its end it replaces the path, unless it raises."""
+    with explain_failure(path, needed):
         refuse_foreign_link(path)
         if _is_special(Path(path)):
-            Path(path).write_bytes(data)
+            with Path(path).open("wb") as file:
+                yield file
             return
         target = _target(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -102,7 +110,7 @@ def write_atomically(path: str | PathLike[str], data: bytes) -> None:
             with temporary.open("xb") as file:  # a new file, with the permissions that the umask gives
                 with contextlib.suppress(OSError):  # no target yet, or the platform has no permissions
                     shutil.copymode(target, temporary)
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)

@@ -48,6 +48,7 @@ PAGE = {  # path -> file, type
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
+    "/charts.js": ("charts.js", "text/javascript"),
     "/tokens.js": ("tokens.js", "text/javascript"),
 }
 PAGE_HEADERS = {

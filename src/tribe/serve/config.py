@@ -14,6 +14,9 @@ class Policy:
     max_batch_delay: float = 0.002  # longest wait of a request for a larger batch; 0 while the model is idle
     streams: int = 64  # most streams in one step, and most requests in one prediction
     images: int = 512  # most images in one step or prediction; a single larger request runs alone
+    exact: bool = (
+        False  # step streams one by one: a stored state is the bits of its replay; slower, see docs/serving.md
+    )
     turn: float = 0.05  # longest step or prediction while several tokens send requests; a longer request runs alone
 
     # Latency
@@ -59,7 +62,8 @@ class Policy:
             value = getattr(self, field.name)
             if field.type is float or (field.name == "deadline" and value is not None):
                 require(is_number(value) and value >= 0, f"{field.name} is a number of seconds, not negative", value)
-        require(isinstance(self.demote, bool), "demote is true or false", self.demote)
+        for name in ("demote", "exact"):
+            require(isinstance(getattr(self, name), bool), f"{name} is true or false", getattr(self, name))
         require(
             self.renew + self.margin < self.lease,
             "a lease is renewed before the worker stops learning: renew + margin is less than lease",
@@ -92,6 +96,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         require_whole(self, "thumbnails", least=0)
+        for name in ("open", "any_range"):
+            require(isinstance(getattr(self, name), bool), f"{name} is true or false", getattr(self, name))
         require(self.parser in PARSERS, f"parser is one of {', '.join(PARSERS)}", self.parser)
         require_whole(self, "body", "state", "pixels", "request_pixels", "connections", "bodies")
         for name in ("body_seconds", "state_seconds", "idle_seconds", "head_seconds", "send_seconds"):

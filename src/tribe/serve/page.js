@@ -3,7 +3,8 @@
 // stream in memory. All texts of the server are set as text, never as markup.
 
 const WINDOW = 300; // seconds that are kept and drawn, one sample a second
-const LEAST_WINDOW = 60; // seconds that are drawn at first
+const LEAST_WINDOW = 10; // seconds that are drawn at first
+const MANY = 12; // streams from which rows are small
 const MOST_HISTORIES = 2000; // streams whose samples are kept
 const PAGE = 50; // rows that are shown at first, and added by "Show more"
 const EVENTS = 100; // events that are shown
@@ -13,6 +14,7 @@ const MEASURES = { rate: "Images/s", accuracy: "Accuracy", trusted: "Trusted", e
 const SHARES = new Set(["accuracy", "trusted"]); // drawn from 0 to 1, written in percent
 const STATES = {
   learning: ["adapting", "It learns from its images."],
+  held: ["held by the guard", "Its last images teach nothing, so the guard let it learn nothing from them. Predictions go on."],
   frozen: ["frozen", "It only predicts, until it is unfrozen."],
   followed: ["not owned", "Another worker owns it, or only tokens that may not teach it ask. This one predicts with the last stored state."],
   unreachable: ["store unreachable", "The store cannot be asked who owns it. The source model predicts."],
@@ -177,7 +179,7 @@ function summarise(answer) {
   const counts = new Map();
   let [alarms, shadowed] = [0, 0];
   for (const { known } of streams.values()) {
-    counts.set(known.state, (counts.get(known.state) ?? 0) + 1);
+    counts.set(stateOf(known), (counts.get(stateOf(known)) ?? 0) + 1);
     if (alarmsOf(known).length) alarms += 1;
     if (known.shadow) shadowed += 1;
   }
@@ -190,6 +192,9 @@ function summarise(answer) {
   setText(at("summary"), `Model ${answer.model}, method ${answer.method}. ${all}${parts.length ? `: ${parts.join(", ")}` : ""}.${most}${less}`);
   document.title = `${alarms ? `(${alarms}!) ` : ""}${all} - tribe`;
 }
+
+// What a stream does now: one that owns its state, and whose last images the guard held back, does not adapt.
+const stateOf = (known) => (known.state === "learning" && known.holding ? "held" : known.state);
 
 const stateWords = (state) => STATES[state] ?? [state ?? "unknown", ""];
 
@@ -207,14 +212,15 @@ function chosen() {
   const value = (name, one) => (sorting.by === "name" ? name : sorting.by === "rate" ? one.rate : one.known[sorting.by]) ?? -1;
   return [...streams]
     .filter(([name, one]) => name.toLowerCase().includes(text)
-      && { all: true, alarm: alarmsOf(one.known).length > 0, still: one.known.state !== "learning", shadow: one.known.shadow }[only])
-    .map(([name, one]) => [name, one, value(name, one)])
-    .sort(([a, , x], [b, , y]) => (sorting.down ? -1 : 1) * (typeof x === "number" && x !== y ? x - y : a.localeCompare(b, "en", { numeric: true })));
+      && { all: true, alarm: alarmsOf(one.known).length > 0, still: stateOf(one.known) !== "learning", shadow: one.known.shadow }[only])
+    .map(([name, one]) => [name, one, value(name, one), alarmsOf(one.known).length > 0])
+    .sort(([a, , x, first], [b, , y, second]) => (second - first) || (sorting.down ? -1 : 1) * (typeof x === "number" && x !== y ? x - y : a.localeCompare(b, "en", { numeric: true })));
 }
 
 function draw() {
   const found = chosen();
   const visible = found.slice(0, shown);
+  document.body.classList.toggle("many", found.length > MANY);
   const [wanted, kept] = [[], new Set()];
   for (const [name, one] of visible) {
     kept.add(name);
@@ -283,14 +289,16 @@ function makeRow(name) {
 
 function fillRow(row, name, one) {
   const { known } = one;
-  const [words, meaning] = stateWords(known.state);
+  const [words, meaning] = stateWords(stateOf(known));
   setText(row.state, words);
+  row.line.classList.toggle("open", opened.has(name));
+  row.line.classList.toggle("alarmed", alarmsOf(known).length > 0);
   row.state.title = meaning;
-  row.state.className = `state ${known.state === "learning" ? "learning" : ["frozen", "followed"].includes(known.state) ? "" : "trouble"}`;
+  row.state.className = `state ${{ learning: "learning", frozen: "", followed: "", resting: "" }[stateOf(known)] ?? "trouble"}`;
   setText(row.shadow, known.shadow ? "in shadow" : "");
   setText(row.alarms, alarmsOf(known).join("; "));
-  for (const measure of Object.keys(MEASURES)) setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
-  row.numbers.accuracy.title = interval(known) ?? "";
+  for (const measure of Object.keys(MEASURES)) if (measure !== "accuracy") setText(row.numbers[measure], show(measure, measure === "rate" ? one.rate : known[measure]));
+  showAccuracy(row.numbers.accuracy, known);
   askForPicture(row, name, known.thumbnail ?? null);
   drawChart(row.chart, name, one, at("chart").value);
   const owned = known.state === undefined || OWNED.has(known.state);
@@ -303,6 +311,15 @@ function fillRow(row, name, one) {
   }
   for (const button of [promote, freeze, snapshot, reset]) setDisabled(button, owned ? "" : meaning);
   setDisabled(rollback, !owned ? meaning : known.snapshots?.length === 0 ? "It has no snapshot yet. Take one first." : "");
+}
+
+// An estimate is its interval: the number alone would say more than is known.
+function showAccuracy(cell, known) {
+  if (!cell.children.length) cell.append(make("span"), " ", make("span", { class: "interval" }));
+  const bounds = [known.accuracy_low, known.accuracy_high];
+  setText(cell.children[0], show("accuracy", known.accuracy));
+  setText(cell.children[1], bounds.every(Number.isFinite) ? bounds.map((value) => Math.round(100 * value)).join("–") : "");
+  cell.title = interval(known) ?? "";
 }
 
 // The last frame of a stream, if the server keeps it: fetched with the token, and only if there is another.
@@ -348,7 +365,7 @@ function fillDetail(row, name, one) {
     "Agrees with the source": percent(known.source_agreement), Alarms: alarmsOf(known).join(", ") || null,
     "Held back by the guard": known.held === undefined ? null : `${known.held} images`, "Returned by the guard": known.returned,
     "Requests waiting": known.queued, "Not stored for": known.generation === null ? null : seconds(known.lag), "Last request": known.idle === undefined ? null : `${seconds(known.idle)} ago`,
-    "Snapshots (clock)": known.snapshots?.length ? known.snapshots.join(", ") : "none", Meaning: stateWords(known.state)[1],
+    "Snapshots (clock)": known.snapshots?.length ? known.snapshots.join(", ") : "none", Meaning: stateWords(stateOf(known))[1],
   };
   const pairs = Object.entries(facts).filter(([, value]) => value !== null && value !== undefined && value !== "");
   row.facts.replaceChildren(...pairs.map(([term, value]) => make("div", {}, make("dt", {}, `${term}:`), " ", make("dd", {}, String(value)))));
@@ -369,53 +386,6 @@ function show(measure, value) {
   if (SHARES.has(measure)) return percent(value);
   if (measure === "rate") return value < 10 ? value.toFixed(1) : value.toFixed(0);
   return value.toFixed(3);
-}
-
-// -- charts -----------------------------------------------------------------------------------------------------------
-
-function makeChart(large) {
-  const name = "http://www.w3.org/2000/svg";
-  const svg = document.createElementNS(name, "svg");
-  for (const [key, value] of Object.entries({ viewBox: "0 0 300 40", preserveAspectRatio: "none", role: "img", class: large ? "large" : "small" })) svg.setAttribute(key, value);
-  for (const y of large ? [0, 40] : [40]) {
-    const line = document.createElementNS(name, "line");
-    for (const [key, value] of Object.entries({ x1: 0, x2: 300, y1: y, y2: y })) line.setAttribute(key, value);
-    svg.append(line);
-  }
-  const path = document.createElementNS(name, "path");
-  svg.append(path);
-  return { svg, path, now: make("span"), from: make("span") };
-}
-
-function drawChart(chart, name, one, measure) {
-  const values = one.history === null ? [] : one.history[measure];
-  const finite = values.filter(Number.isFinite);
-  const highest = finite.length ? Math.max(...finite) : 0;
-  const top = SHARES.has(measure) ? 1 : round(highest);
-  const time = one.history?.time ?? [];
-  const now = performance.now() / 1000;
-  const drawn = Math.min(WINDOW, Math.max(LEAST_WINDOW, now)); // the page was opened at 0
-  let [path, drawing] = ["", false];
-  values.forEach((value, i) => {
-    if (!Number.isFinite(value)) { drawing = false; return; }
-    const [x, y] = [300 * (1 - (now - time[i]) / drawn), 40 - 38 * Math.min(1, value / top)];
-    path += `${drawing ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`;
-    drawing = true;
-  });
-  chart.path.setAttribute("d", path);
-  const last = values.length ? values.at(-1) : NaN;
-  const span = seconds(time.length ? now - time[0] : 0);
-  const range = finite.length ? `lowest ${show(measure, Math.min(...finite))}, highest ${show(measure, highest)}` : "nothing yet";
-  chart.svg.setAttribute("aria-label", `${MEASURES[measure]} of ${name} over ${span}: now ${show(measure, last)}, ${range}`);
-  setText(chart.now, `${show(measure, last)} of ${show(measure, top)}`);
-  setText(chart.from, `${seconds(drawn)} ago`);
-}
-
-// The next of 1, 2, 5, 10, ... times a power of ten.
-function round(value) {
-  if (!(value > 0)) return 1;
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 5, 10].map((factor) => factor * power).find((top) => top >= value);
 }
 
 // -- actions ----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class ModelInfo:
         if self.any_range:
             return
         low, high = images.flatten(1).amin(1), images.flatten(1).amax(1)
-        wrong = looks_like_bytes(low, high) & (high <= 2**16)
+        wrong = looks_like_bytes(low, high)
         if bool(wrong.any()):
             i = int(wrong.nonzero()[0])
             words = f"image {i} has floating point values up to {high[i].item():.4g}; expected [0, 1]: divide by 255"

@@ -22,6 +22,7 @@ from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.health.prepared import Prepared
 from tribe.methods import AnyMethod
+from tribe.serve import systemd
 from tribe.serve.app import App
 from tribe.serve.config import Limits, Policy
 from tribe.serve.edge import IdleConnections, LogLimit, choose_parser
@@ -104,7 +105,8 @@ class Listener:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve in this thread until SIGINT or SIGTERM; then finish what was begun, and store every stream.
 
-        SIGHUP reads the file of tokens again. The process is the server's: see `shorten_collections`.
+        SIGHUP reads the file of tokens again, and `tribe.serve.systemd` says how the server does. The process is the
+        server's: see `shorten_collections`.
         """
         shorten_collections()
         loop = list[asyncio.AbstractEventLoop]()
@@ -113,9 +115,14 @@ class Listener:
             for running in loop:
                 running.call_soon_threadsafe(self.app.handlers.reload_tokens)
 
+        def started() -> None:
+            systemd.notify(systemd.READY)
+            ready()
+
         async def work() -> None:
             loop.append(asyncio.get_running_loop())
-            await self._serve(ready, signals=True)
+            async with systemd.watched(self.service.worker.alive):
+                await self._serve(started, signals=True)
 
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began
         try:
@@ -206,6 +213,8 @@ class Listener:
 
                 async def end() -> None:
                     """Store every stream while clients get their answers: none of them can delay it."""
+                    if signals:
+                        systemd.notify(systemd.STOPPING)
                     self.service.worker.log.close()
                     await asyncio.gather(worker.aclose(), calls.aclose())
 
@@ -313,6 +322,8 @@ class Server(Listener):
         net = model if isinstance(model, Backbone) else Backbone(model)
         if data is not None and options.get("budget") is not None:
             raise ValueError(KEPT_BUDGET)
+        if policy is not None and policy.exact:
+            options["exact"] = True
         begin = Shadow.of(options.pop("shadow", False))
         shadow = replace(begin, demote=begin.demote or (policy is not None and policy.demote))
         streams = fleet(net, method, shadow=shadow, **options)

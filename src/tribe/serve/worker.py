@@ -56,6 +56,7 @@ class Worker:
         self.fleet, self.store, self.policy, self.clock = fleet, store, policy or Policy(), clock
         self.runtime = Runtime(fleet, store, self.policy, new_owner() if owner is None else owner, model, clock)
         self.runtime.on_progress = self._advance
+        fleet.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
         self.metrics, self.log, self.scheduler = self.runtime.metrics, self.runtime.events, self.runtime.scheduler
         self.sessions = Sessions(self.runtime, self._place_again)
         self.scheduler.blocked = self.sessions.blocked
@@ -88,6 +89,14 @@ class Worker:
                 await chore()
             except Exception:
                 log.exception("a chore failed and is tried again: %s", getattr(chore, "__name__", chore))
+
+    async def alive(self) -> None:
+        """Return after the threads that run the model have answered; a thread that hangs never answers.
+
+        A worker that stops is alive: how long that may take is bounded elsewhere.
+        """
+        if self._accepting:
+            await asyncio.gather(*(self.runtime.run(thread, lambda: None) for thread in ("step", "predict")))
 
     async def stop(self) -> None:
         """Refuse new requests, finish those that came, store every stream, and release them all."""
@@ -345,6 +354,7 @@ class Worker:
             "clock": session.clock,
             "generation": session.generation,
             "received": session.images,
+            "holding": session.holding,
             "owner": self.runtime.owner if session.role == "owned" else None,
             "lag": session.lag(now),
             "queued": 0 if queue is None else len(queue.jobs),

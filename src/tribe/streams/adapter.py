@@ -11,6 +11,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from tribe.core.backbone import Backbone
 from tribe.core.calling import LogitsOutput
+from tribe.core.compiling import uncompiled
 from tribe.core.kernels import Switch
 from tribe.core.placement import deepcopy_module
 from tribe.core.state import StateModule, copy_like, leaves, rebuild
@@ -30,6 +31,7 @@ from tribe.methods.encoding import method_from_file
 from tribe.streams.batching import Arrived
 from tribe.streams.budget import Budget, Deadline, Pace, choose_method
 from tribe.streams.core import Streams
+from tribe.streams.inputs import Images
 from tribe.streams.shadow import Shadow
 
 NAME = "adapter"  # of the only entry
@@ -189,11 +191,15 @@ class Adapter(nn.Module):
     """A classifier that adapts while it predicts. Made by `adapt`.
 
     Calling it predicts, then adapts. Images are (B, ...) for one stream or (S, B, ...) for S; logits come back in the
-    same layout. A bad image (not finite or far too large, see `tribe.core.validation`) gets equal logits (the uniform
+    same layout. One image (...), or one of each stream (S, ...), gives logits without the axis of the batch. Images are
+    tensors, NumPy arrays, pictures of Pillow or lists of these: floating point in [0, 1], or uint8, which is divided by
+    255. A bad image (not finite or far too large, see `tribe.core.validation`) gets equal logits (the uniform
     prediction) and changes nothing; `info` says where bad images were in the last batch and how many were skipped
     while learning. Several threads may use it: calls that learn run one after another, and `predict` does not wait.
     A Hugging Face pipeline reads ``device``, ``dtype`` and ``config``: ``pipe.model = tribe.adapt(pipe.model)``.
     """
+
+    compile_told = False  # whether a warning said that torch.compile changes nothing
 
     def __init__(self, core: Streams) -> None:
         super().__init__()
@@ -203,7 +209,7 @@ class Adapter(nn.Module):
     if TYPE_CHECKING:  # torch says nothing of what a module takes and returns
 
         @overload
-        def __call__(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor: ...
+        def __call__(self, x: Images, valid: Tensor | None = None, order: Tensor | None = None) -> Tensor: ...
 
         @overload
         def __call__(self, *, pixel_values: Tensor) -> LogitsOutput: ...
@@ -213,17 +219,18 @@ class Adapter(nn.Module):
 
     # -- predicting and learning ------------------------------------------------------------------------------------
 
+    @uncompiled
     @torch.inference_mode(False)  # which forbids the gradients that adaptation needs, even under enable_grad
     @torch.no_grad()
     def forward(
         self,
-        x: Tensor | None = None,
+        x: Images | None = None,
         valid: Tensor | None = None,
         order: Tensor | None = None,
         *,
         pixel_values: Tensor | None = None,
     ) -> Tensor | LogitsOutput:
-        """Predict, then adapt (unless frozen).
+        """Predict, then adapt (unless frozen). `torch.compile` changes neither answers nor speed.
 
         Args:
             x: the images.
@@ -244,7 +251,7 @@ class Adapter(nn.Module):
     @torch.inference_mode(False)
     @torch.no_grad()
     def predict(
-        self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None, *, shadow: bool | None = None
+        self, x: Images, valid: Tensor | None = None, order: Tensor | None = None, *, shadow: bool | None = None
     ) -> Tensor:
         """Predict without adapting: the state stays as it is. ``valid`` and ``order`` are as for a call.
 
@@ -252,7 +259,7 @@ class Adapter(nn.Module):
         """
         return self._core.run_prediction({NAME: Arrived.of(x, self.net, self.streams, valid, order)}, shadow)[NAME]
 
-    def learn(self, x: Tensor, valid: Tensor | None = None, order: Tensor | None = None) -> None:
+    def learn(self, x: Images, valid: Tensor | None = None, order: Tensor | None = None) -> None:
         """Adapt to images and return nothing. A frozen adapter learns nothing; its time filter goes on."""
         self(x, valid, order)
 

@@ -13,6 +13,7 @@ from tribe.core.kernels import Switch
 from tribe.core.state import leaves, per_stream, rebuild, tree_map
 from tribe.core.validation import as_mask, as_order, in_order
 from tribe.methods import AnyMethod, Deployed, Frozen, Pipeline, finite, mask_logits, screen
+from tribe.streams.inputs import Images, arrange, as_floats
 
 MAX_ENTRIES = 128  # of a group: more save little time
 MAX_IMAGES = 256  # of a group of several entries: activations take memory
@@ -27,21 +28,25 @@ class Arrived(NamedTuple):
     added: bool  # whether the axis of streams was added
     valid: Tensor | None = None  # (S, B), False for padding; None: all are real
     ranks: Tensor | None = None  # (S, B), the positions that sorted them; None: they came in the order of time
+    single: bool = False  # whether the axis of batches was added
 
     @classmethod
     def of(
-        cls, x: Tensor, net: Backbone, streams: int, valid: Tensor | None = None, order: Tensor | None = None
+        cls, x: Images, net: Backbone, streams: int, valid: Tensor | None = None, order: Tensor | None = None
     ) -> "Arrived":
-        """Check images (B, ...) or (S, B, ...), their mask and their order, as `tribe.Adapter` takes them."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"expected a tensor of images; got {type(x).__name__}. For an array: torch.from_numpy(x)")
-        if not x.is_floating_point():
-            hint = "divide by 255: images.float() / 255" if x.dtype == torch.uint8 else "convert them: images.float()"
-            raise TypeError(f"images are {x.dtype}; expected floating point in [0, 1]; {hint}")
+        """Check images (B, ...) or (S, B, ...), their mask and their order, as `tribe.Adapter` takes them.
+
+        Without the axis B it is one image, or one image of each stream: see `tribe.streams.inputs`.
+        """
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            x = as_floats(x, net)
         x = x.detach().as_subclass(Tensor).to(net.dtype)  # a plain tensor: a subclass may redefine operations
         if x.is_inference():
             x = x.clone()
-        added = streams == 1 and not (net.rank and x.dim() == net.rank + 1 and x.shape[0] == 1)
+        rank, single = net.rank, False
+        added = streams == 1 and not (rank and x.dim() == rank + 1 and x.shape[0] == 1)
+        if rank and (x.dim() - rank != (not added) or x.shape[1 - rank] != net.image_channels):
+            x, single = arrange(x, net, 1 if added else streams)
         if added:
             x = x.unsqueeze(0)
         if x.dim() < 3 or x.shape[0] != streams:
@@ -49,11 +54,19 @@ class Arrived(NamedTuple):
             raise ValueError(f"expected images {layout}; got {tuple(x.shape[1:] if added else x.shape)}")
         if x.device != net.device:
             raise ValueError(f"images are on {x.device}, the network on {net.device}: move one with .to()")
+        if single:  # also of these
+            valid, order = (t.unsqueeze(-1) if isinstance(t, Tensor) else t for t in (valid, order))
         mask = None if valid is None else as_mask(valid, x, added)
         if order is None:
-            return cls(x, added, mask)
+            return cls(x, added, mask, single=single)
         ranks = as_order(order, x, added, mask)
-        return cls(in_order(x, ranks), added, None if mask is None else in_order(mask, ranks), ranks)
+        return cls(in_order(x, ranks), added, None if mask is None else in_order(mask, ranks), ranks, single)
+
+    def as_given(self, logits: Tensor) -> Tensor:
+        """Return the logits (S, B, K) in the layout in which the images came."""
+        if self.single:
+            logits = logits[:, 0]
+        return logits[0] if self.added else logits
 
 
 class EntryGroup(NamedTuple):

@@ -89,7 +89,7 @@ class Streams(Histories):
         # Each shape of a group may cost a recording on a GPU, so groups are padded to a few shapes.
         padded = single is None and not exact and net.device.type != "cpu"
         self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
-        self._checks = Checks(net, found, method.output == "logits")
+        self.checks = Checks(net, found, method.output == "logits", getattr(Pipeline.of(method).guard, "skip", False))
         self._place = net.place  # device and precision of the states
         self._fingerprint: str | None = None  # of the network, computed for the first file
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))
@@ -119,12 +119,12 @@ class Streams(Histories):
             hurries = (began := self._begin(arrived, old)) is not None and began.hurries
             frozen = {name: entry.frozen or hurries for name, entry in old.items()}
             for group in group_entries(arrived, frozen, self._size, self._runner.padded, self.unbatched_reason is None):
-                bad = self._checks.find_bad(group.x, group.valid)
+                bad = self.checks.find_bad(group.x, group.valid)
                 before = [self.table.on_device(old[name]) for name in group.names]
                 if self._single is not None and not group.frozen and self.table.lock.states:
                     self.table.lock.wait_for_older(before[0].state)
                 logits, after = self._runner.step(group, [entry.state for entry in before], self._retired)
-                self._checks.check_logits(logits, group.unused(bad))
+                self.checks.check_logits(logits, group.unused(bad))
                 answers = answer_from_source(self._runner, group, logits, [entry.shadow for entry in before], began)
                 before = count_differences(before, answers.counts)
                 results |= group.split(answers.logits, arrived)
@@ -144,7 +144,7 @@ class Streams(Histories):
                 then = old[self._single].state
                 self._retired = retired if new[self._single].state is then else then
             self._publish(events)
-            return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
+            return {name: own.as_given(results[name]) for name, own in arrived.items()}
 
     def _begin(self, arrived: Mapping[str, Arrived], old: Mapping[str, Entry]) -> Began | None:
         """Resolve the budget at the first batch; where there is a deadline, decide whether there is time to learn."""
@@ -199,19 +199,19 @@ class Streams(Histories):
             modes = {name: mode_of(name, entry, shadow) for name, entry in entries.items()}
             apart = {name: all(mode) for name, mode in modes.items()}
             for group in group_entries(arrived, apart, self._size, self._runner.padded, self.unbatched_reason is None):
-                bad = self._checks.find_bad(group.x, group.valid)
+                bad = self.checks.find_bad(group.x, group.valid)
                 if apart[group.names[0]]:
                     logits = self._runner.predict_source(group.x, group.valid)
                 else:
                     own = [entries[name].state for name in group.names]
                     logits = self._runner.predict(group, own, partial(self._deployed, group, entries))
                     logits = answer_from_source(self._runner, group, logits, [modes[n] for n in group.names]).logits
-                self._checks.check_logits(logits, group.unused(bad))
+                self.checks.check_logits(logits, group.unused(bad))
                 results |= group.split(logits, arrived)
                 marked |= group.split_bad(bad, arrived)
         for name in arrived:
             self.table.change(name, bad=marked.get(name))
-        return {name: results[name][0] if own.added else results[name] for name, own in arrived.items()}
+        return {name: own.as_given(results[name]) for name, own in arrived.items()}
 
     def _deployed(self, group: EntryGroup, entries: Mapping[str, Entry]) -> Deployed:
         """The network that a group predicts with; that of an entry is made once for each state."""

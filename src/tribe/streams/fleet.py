@@ -20,6 +20,7 @@ from tribe.methods.building import build_method
 from tribe.streams.batching import Arrived, gather
 from tribe.streams.budget import Budget, Pace, choose_method
 from tribe.streams.core import Streams, check_seed
+from tribe.streams.inputs import Images
 from tribe.streams.names import check_name
 from tribe.streams.shadow import Shadow, shares_that_differ
 
@@ -93,7 +94,8 @@ class Fleet(Streams):
     """Streams by name that adapt on one frozen network. Made by `fleet`.
 
     Calling it predicts, then adapts, the streams that have images; an unknown name is a new stream. Images are
-    (B, ...) for each stream, and B may differ. Bad images are treated as by `tribe.Adapter`. A step that fails leaves
+    (B, ...) for each stream, and B may differ; arrays, pictures, bytes and one image without the axis B
+    are taken as by `tribe.Adapter`. Bad images are treated as by it. A step that fails leaves
     every stream as it was. Several threads may use it: one at a time takes a step, the others wait; `predict` and
     whatever else only reads does not wait for a step.
     """
@@ -102,18 +104,18 @@ class Fleet(Streams):
 
     @torch.inference_mode(False)  # which forbids the gradients that adaptation needs, even under enable_grad
     @torch.no_grad()
-    def __call__(self, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def __call__(self, images: Mapping[str, Images]) -> dict[str, Tensor]:
         """Predict, then adapt, the streams that have images; frozen ones only predict. Unknown streams are added."""
         return self.step(self._arrived(images))
 
-    def learn(self, images: Mapping[str, Tensor]) -> None:
+    def learn(self, images: Mapping[str, Images]) -> None:
         """Adapt to images and return nothing. A frozen stream learns nothing."""
         self(images)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def predict(
-        self, images: Mapping[str, Tensor], *, shadow: bool | Mapping[str, bool] | None = None
+        self, images: Mapping[str, Images], *, shadow: bool | Mapping[str, bool] | None = None
     ) -> dict[str, Tensor]:
         """Predict without adapting, with the last states: a step in another thread is not waited for.
 
@@ -123,14 +125,14 @@ class Fleet(Streams):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def predict_source(self, x: Tensor) -> Tensor:
+    def predict_source(self, x: Images) -> Tensor:
         """Predict images (B, ...) with the source model."""
         own = self._arrived({"source": x})["source"]
-        self._checks.find_bad(own.x, None)
+        self.checks.find_bad(own.x, None)
         logits = self._runner.predict_source(own.x)
-        return logits[0] if own.added else logits
+        return own.as_given(logits)
 
-    def _arrived(self, images: Mapping[str, Tensor]) -> dict[str, Arrived]:
+    def _arrived(self, images: Mapping[str, Images]) -> dict[str, Arrived]:
         if not isinstance(images, Mapping):
             raise TypeError(f"expected images by the name of their stream, {{'cam1': x}}; got {type(images).__name__}")
         arrived = {}
