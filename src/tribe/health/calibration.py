@@ -35,7 +35,7 @@ from tribe.methods.building import build_method
 
 NAME = "health"  # of the knowledge in a file
 PARTS = {"estimator": "model.", "source": "source."}  # how the names of an estimator's tensors in a file begin
-NUMBERS = tuple(field.name for field in fields(Estimator) if field.name not in ("model", "source"))
+NUMBERS = tuple(f.name for f in fields(Estimator) if f.name not in ("model", "source", "beyond_agreement"))
 ADVICE = "tribe source health --model ... --dataset ..."
 LEAST = 200  # images
 PRIOR = 10.0  # strength of the prior of the logarithm of the temperature, in images
@@ -73,7 +73,7 @@ class Calibration:
         tensors = normal._asdict()  # with the models: the digest covers them
         for part, begin in PARTS.items():
             estimator = self.estimator if part == "estimator" else cast(Estimator, self.estimator.source)
-            spec[part] = {name: getattr(estimator, name) for name in NUMBERS}
+            spec[part] = {name: getattr(estimator, name) for name in (*NUMBERS, "beyond_agreement")}
             tensors |= {begin + name: t.clone() for name, t in estimator.model._asdict().items()}
         return Knowledge(NAME, tensors, spec.pop("network"), spec)
 
@@ -114,7 +114,7 @@ class Calibration:
 
 
 SCHEMA: dict[str, Any] = {  # of a calibration in the header of its file; the classes check the ranges
-    **{part: dict.fromkeys(NUMBERS, float) for part in PARTS},
+    **{part: dict.fromkeys(NUMBERS, float) | {"beyond_agreement": bool} for part in PARTS},
     **{"method": str, "images": int, "accuracy": float, "corruptions": [str]},
 }
 
@@ -134,7 +134,7 @@ def _decode(known: Knowledge) -> Calibration:
     estimators = {
         part: Estimator(
             model=GaussianProcess(*(known.tensors[begin + name].float() for name in GaussianProcess._fields)),
-            **{name: spec[part][name] for name in NUMBERS},
+            **{name: spec[part][name] for name in (*NUMBERS, "beyond_agreement")},
         )
         for part, begin in PARTS.items()
     }

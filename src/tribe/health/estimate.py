@@ -113,6 +113,11 @@ def log_odds(share: Tensor) -> Tensor:
     return share.clamp(CLIP, 1 - CLIP).logit()
 
 
+def known_log_odds(features: Features) -> Tensor:
+    """Return the log-odds of the agreement with the source; 0 where it is not known."""
+    return features.source.nan_to_num(0)
+
+
 @dataclass(frozen=True)
 class Estimator:
     """A fitted model of a method's accuracy on a network. Made by `tribe.health.calibration`."""
@@ -124,6 +129,9 @@ class Estimator:
     spread: Share = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     unseen: Share = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: Annotated[int, Range(2, 2**20)] = WINDOW
+    # Whether the model is of the log-odds beyond those of the agreement with the source: of the source's own accuracy,
+    # which can be no higher where the two disagree, also under a change that calibration has not seen.
+    beyond_agreement: bool = False
     source: "Estimator | None" = None  # of the source network's accuracy, from the same features
 
     def __post_init__(self) -> None:
@@ -131,7 +139,8 @@ class Estimator:
 
     def accuracy(self, features: Features) -> Tensor:
         """Features of windows (...) -> accuracy (...)."""
-        return torch.sigmoid(self.model.value(torch.stack(features, -1)))
+        value = self.model.value(torch.stack(features, -1))
+        return torch.sigmoid(value + known_log_odds(features) if self.beyond_agreement else value)
 
     def half_width(self, features: Features, images: Tensor) -> Tensor:
         """Half of the 90 % interval of an estimate over so many images.

@@ -8,7 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.health.estimate import CLIP, Z90, Estimator, Features, Images, log_odds, window_features
+from tribe.health.estimate import (
+    CLIP,
+    Z90,
+    Estimator,
+    Features,
+    Images,
+    known_log_odds,
+    log_odds,
+    window_features,
+)
 from tribe.health.regression import AMPLITUDE, GaussianProcess
 
 SHARES = (4, 2, 1)  # windows of a stretch of one corruption are this share of a window, and as long as the stretch
@@ -35,24 +44,27 @@ class Windows(NamedTuple):
     accuracy: Tensor  # (M,)
     images: Tensor  # (M,) how many
     condition: Tensor  # (M,) int64, or MIXED
+    offset: Tensor  # (M,) log-odds that the model adds to: see `Estimator.beyond_agreement`
 
 
 def fit(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
     """Regress the log-odds of accuracy on features; intervals hold corruptions that were left out of the fit."""
     of_source = [stream._replace(right=known) for stream in streams if (known := stream.source_right) is not None]
-    source = _fit_one(of_source, classes, temperature, window) if of_source else None
-    return replace(_fit_one(streams, classes, temperature, window), source=source)
+    source = _fit_one(of_source, classes, temperature, window, True) if of_source else None
+    return replace(_fit_one(streams, classes, temperature, window, False), source=source)
 
 
-def _fit_one(streams: Sequence[Labelled], classes: int, temperature: float, window: int) -> Estimator:
-    windows = cut(streams, window, classes)
+def _fit_one(
+    streams: Sequence[Labelled], classes: int, temperature: float, window: int, beyond_agreement: bool
+) -> Estimator:
+    windows = cut(streams, window, classes, beyond_agreement)
     errors = left_out(windows, window)
     unseen = float(errors.found.abs().mean()) if len(errors.found) else 0.0
     model, wider, spread = regress(windows), widening(errors), class_spread(streams)
-    return Estimator(classes, temperature, model, wider, spread, unseen, window)
+    return Estimator(classes, temperature, model, wider, spread, unseen, window, beyond_agreement)
 
 
-def cut(streams: Sequence[Labelled], window: int, classes: int) -> Windows:
+def cut(streams: Sequence[Labelled], window: int, classes: int, beyond_agreement: bool = False) -> Windows:
     """Windows of the streams, with their features: of stretches of one corruption, and of pieces drawn at random.
 
     A deployed stream shows one corruption for hours, or many that alternate.
@@ -65,7 +77,9 @@ def cut(streams: Sequence[Labelled], window: int, classes: int) -> Windows:
             images = Images(*(t[index] for t in stream.images))
             features = window_features(images, torch.ones_like(index, dtype=torch.bool), classes)
             right = stream.right[index].double().mean()
-            parts.append((torch.stack(features).double(), right, torch.tensor(len(index)), torch.tensor(condition)))
+            offset = known_log_odds(features) if beyond_agreement else torch.tensor(0.0)
+            counts = torch.tensor(len(index)), torch.tensor(condition)
+            parts.append((torch.stack(features).double(), right, *counts, offset.double()))
     return Windows(*(torch.stack(column) for column in zip(*parts, strict=True)))
 
 
@@ -89,10 +103,10 @@ def _of_pieces(images: int, window: int, draw: torch.Generator) -> list[tuple[in
 
 def regress(windows: Windows, chosen: Tensor | None = None, amplitude: float = AMPLITUDE) -> GaussianProcess:
     """The model of windows, or of those that are ``chosen`` (M,); each window's accuracy has its own luck."""
-    features, accuracy, images = (t if chosen is None else t[chosen] for t in windows[:3])
+    features, accuracy, images, _, offset = (t if chosen is None else t[chosen] for t in windows)
     p = accuracy.clamp(CLIP, 1 - CLIP)
     luck = 1 / (images * p * (1 - p)).clamp_min(1)
-    return GaussianProcess.fit(features, log_odds(accuracy), luck, amplitude)
+    return GaussianProcess.fit(features, log_odds(accuracy) - offset, luck, amplitude)
 
 
 class Errors(NamedTuple):
@@ -113,7 +127,7 @@ def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Err
         longest = int(windows.images[own].amax())
         tested = own & (windows.images >= min(window // SHARES[0], longest))
         model, features = regress(windows, seen, amplitude), windows.features[tested].float()
-        p = torch.sigmoid(model.value(features)).double()
+        p = torch.sigmoid(model.value(features) + windows.offset[tested]).double()
         slope = p * (1 - p)
         variance = slope.square() * model.variance(features).double() + slope / windows.images[tested]
         found.append(torch.stack((p - windows.accuracy[tested], variance.sqrt())))
