@@ -158,10 +158,19 @@ class Estimator:
         source = None if self.source is None else self.source.to(device)
         return replace(self, model=tree_map(lambda t: t.to(device), self.model), source=source)
 
-    def interval(self, features: Features, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accuracy over so many images, and the ends of its 90 % interval: everything before the first."""
-        accuracy = self.accuracy(features)
-        half = torch.where(images > 0, self.half_width(features, images), 1)
+    def interval(
+        self, features: Features, images: Tensor, asked: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accuracy over so many images, and the ends of its 90 % interval: everything before the first.
+
+        ``asked``: of how many images the source's predictions are known, which its agreement is the share of.
+        """
+        accuracy, half = self.accuracy(features), self.half_width(features, images)
+        if self.beyond_agreement and asked is not None:
+            agreement = torch.sigmoid(known_log_odds(features))
+            luck = accuracy * (1 - accuracy) / (asked.clamp_min(1) * agreement * (1 - agreement)).sqrt()
+            half = torch.hypot(half, Z90 * luck)
+        half = torch.where(images > 0, half, 1)
         return accuracy, (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
 
     # -- over a stream ------------------------------------------------------------------------------------------------
@@ -203,7 +212,7 @@ class Estimator:
         accuracy, low, high = self.interval(features, seen)
         source = accuracy, low, high
         if self.source is not None:
-            source = self.source.interval(features, seen)
+            source = self.source.interval(features, seen, state.rings.source.abs().sum(1))
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
