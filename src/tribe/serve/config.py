@@ -46,6 +46,8 @@ class Policy:
     lag: float = 30.0  # a stream whose oldest unwritten step is older stops learning: at most this much is lost
     retry: float = 0.25  # first pause after the store failed; it doubles
     retry_most: float = 5.0  # longest pause after the store failed
+    keep_moved: float = 7 * 86400.0  # how long the state before a move to another version is kept, to go back to
+    auto_back: bool = True  # whether a stream that has moved goes back by itself, for an alarm or a worse estimate
     idle: float = 300.0  # a stream without a request for this long is written and released
     drain: float = 10.0  # the longest that `stop` waits for requests and the learning queue
 
