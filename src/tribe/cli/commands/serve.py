@@ -58,8 +58,8 @@ Versions = Annotated[
     typer.Option(
         "--weights",
         help="Weights of the network, safetensors or a state dict. Repeated, with names, versions side by side, the "
-        "first for new streams: 1=OLD.safetensors 2=NEW.safetensors, or 2=FILE,HEALTH with a calibration or prepared file; "
-        "docs/deploying.md shows how streams move.",
+        "first for new streams: 1=OLD.safetensors 2=NEW.safetensors, or 2=FILE,HEALTH with a calibration or a prepared "
+        "file of its own; docs/deploying.md shows how streams move.",
         show_default="in the package, or those of a custom network",
     ),
 ]
