@@ -219,6 +219,10 @@ class Versions:
         """Adapt again."""
         self.fleet_of(stream).unfreeze(stream)
 
+    def digest(self, stream: str) -> str:
+        """Return a hash of the state of a stream."""
+        return str(self.fleet_of(stream).digest(stream))
+
     def clock(self, stream: str) -> int:
         """Return how many steps a stream has taken."""
         return int(self.fleet_of(stream).clock(stream))
