@@ -64,7 +64,7 @@ class Policy:
             value = getattr(self, field.name)
             if field.type is float or (field.name == "deadline" and value is not None):
                 require(is_number(value) and value >= 0, f"{field.name} is a number of seconds, not negative", value)
-        for name in ("demote", "exact"):
+        for name in ("demote", "exact", "auto_back"):
             require(isinstance(getattr(self, name), bool), f"{name} is true or false", getattr(self, name))
         require(
             self.renew + self.margin < self.lease,
