@@ -57,7 +57,8 @@ class Worker:
         own, first = new_owner() if owner is None else owner, self.fleet.default
         self.runtime = Runtime(self.fleet, store, self.policy, own, model, clock, first)
         self.runtime.on_progress = self._advance
-        fleet.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
+        for each in self.fleet.fleets.values():
+            each.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
         self.metrics, self.log, self.scheduler = self.runtime.metrics, self.runtime.events, self.runtime.scheduler
         self.sessions = Sessions(self.runtime, self._place_again)
         self.scheduler.blocked = self.sessions.blocked
