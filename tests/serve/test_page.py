@@ -1,6 +1,7 @@
 """The page of a server as an operator meets it: a real browser, a real worker, by mouse and by keyboard."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 from http_calls import IMAGES
 from playwright.sync_api import expect
 from small_server import serving, small_fleet, token
+from version_networks import versions_of
 
 import tribe
 from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium, watched_pages
@@ -111,6 +113,16 @@ def test_streams_are_shown_with_their_numbers_as_they_change(visit, server):
     assert "of cam2 over" in detail.get_by_role("img").first.get_attribute("aria-label")
     page.get_by_role("button", name="cam2", exact=True).press("Enter")
     expect(detail).to_have_count(0)
+
+
+def test_the_version_of_each_stream_is_shown_where_there_is_more_than_one(visit):
+    with serving(Opened(versions_of("1", "2"))) as server, Client(server.url, "small") as client:
+        server.app.handlers.model = replace(server.app.handlers.model, versions=("1", "2"))
+        page = visit(server.url)
+        expect(row(page, "cam1").locator(".state")).to_have_text("adapting, version 1")
+        client.control("move", "cam1", version="2")
+        expect(row(page, "cam1").locator(".state")).to_have_text("adapting, version 2")
+        expect(page.locator("#events")).to_contain_text("it moved from version 1 to version 2")
 
 
 def test_buttons_freeze_roll_back_and_reset_after_confirmation(visit, server):

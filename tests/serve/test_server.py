@@ -310,7 +310,7 @@ def test_a_word_for_false_turns_a_limit_off():
 @pytest.mark.parametrize("exact", [False, True])
 def test_streams_step_together_unless_the_policy_says_exact(exact):
     server = Server(small_network(), shape=(3, 8, 8), port=0, policy=Policy(exact=exact))
-    assert (server.service.worker.fleet.unbatched_reason is not None) == exact
+    assert (server.service.worker.fleet.fleets["1"].unbatched_reason is not None) == exact
 
 
 @pytest.mark.parametrize("option", ["limits.open=maybe", "limits.any_range=1", "policy.exact=0"])

@@ -117,7 +117,7 @@ async def test_a_worker_that_follows_answers_in_the_stored_mode(tmp_path):
         await one.control("promote", "cam")
         followed = await two.infer("cam", batch(1))
         assert (followed.answered, followed.adapted, two.stream("cam")["state"]) == ("adapted", False, "followed")
-        assert torch.equal(followed.logits, one.fleet.predict({"cam": batch(1)})["cam"])
+        assert torch.equal(followed.logits, one.fleet.fleet_of("cam").predict({"cam": batch(1)})["cam"])
         with pytest.raises(NotOwner):
             await two.control("demote", "cam")
         assert not one.fleet.in_shadow("cam")
@@ -193,7 +193,8 @@ def test_the_server_takes_the_mode_and_the_policy():
             True,
         )
     made = Server(net, port=0, guard=True, policy=Policy(demote=True))
-    assert (made.service.worker.fleet.shadow.begin, made.service.worker.fleet.shadow.demote) == (False, True)
+    mode = made.service.worker.fleet.fleets["1"].shadow
+    assert (mode.begin, mode.demote) == (False, True)
     with pytest.raises(ValueError, match="guard=True"):
         Server(net, port=0, policy=Policy(demote=True))
     with pytest.raises(ValueError, match="demote"):

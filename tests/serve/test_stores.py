@@ -1,12 +1,13 @@
 """One contract for both stores: claims, leases, generations, states, pages, words, and what a pause or damage does."""
 
+import contextlib
 from functools import partial
 
 import pytest
 
 from networks import at_once
-from stores import write
-from tribe.serve.store import Claim, ClockFell, Fenced, StoreDamaged, StoreDown, Write
+from stores import a_write, write
+from tribe.serve.store import BEFORE, UNDONE, Claim, ClockFell, Fenced, Kept, StoreDamaged, StoreDown, Write
 from tribe.serve.store.sqlite import SqliteStore
 
 
@@ -210,3 +211,72 @@ def test_pages_of_streams_are_in_order(store):
     assert [entry.stream for entry in store.list("b", limit=2, after="b-10")] == ["b-2", "b:x"]
     assert [entry.stream for entry in store.list("b", after="a")] == names[1:6]
     assert store.list("c.", after="d") == []
+
+
+# -- the state that stays after a move --------------------------------------------------------------------------------
+
+
+def moved(store, clock, keep=BEFORE):
+    """A stream with states of clocks 1 and 2, then claimed anew and moved: clock 0; the claim."""
+    claim = store.claim("cam", "a", 10)
+    write(store, claim, 1)
+    write(store, claim, 2)
+    store.release(claim)
+    claim = store.claim("cam", "a", 10)
+    assert store.write([a_write(claim, 0)._replace(keep=keep)]) == {}
+    return claim
+
+
+def test_the_state_before_a_move_stays_while_later_ones_are_written(store, clock):
+    claim = moved(store, clock)
+    for i in range(1, 6):
+        write(store, claim, i, b"moved %d" % i)
+    clock.time += 5
+    assert store.kept("cam") == Kept(BEFORE, 5.0)
+    kept = store.read("cam", place=BEFORE)
+    assert (kept.blob, kept.clock, kept.requests, kept.generation) == (b"state 2", 2, ("request 2",), 1)
+    assert [store.read("cam").blob, store.read("cam", previous=True).blob] == [b"moved 5", b"moved 4"]
+    assert len(blobs(store)) == 3
+
+
+def test_a_move_that_is_written_again_keeps_the_same_state(store, clock):
+    claim = moved(store, clock)
+    assert store.write([a_write(claim, 1, b"again")._replace(keep=BEFORE)]) == {}
+    assert store.read("cam", place=BEFORE).blob == b"state 2"
+
+
+def test_one_state_is_kept_at_a_time(store, clock):
+    store.release(moved(store, clock))
+    claim = store.claim("cam", "a", 10)
+    assert store.write([a_write(claim, 2, b"back")._replace(keep=UNDONE)]) == {}
+    assert store.read("cam", place=BEFORE) is None
+    assert store.read("cam", place=UNDONE).clock == 0
+    assert store.kept("cam").place == UNDONE
+    write(store, claim, 3)
+    assert len(blobs(store)) == 3
+
+
+def test_what_is_kept_is_removed_on_demand_and_with_the_stream(store, opened, clock):
+    claim = moved(store, clock)
+    write(store, claim, 1)
+    write(store, claim, 2)
+    store.forget(claim._replace(generation=1))
+    assert store.kept("cam") is not None, "by its owner alone"
+    store.forget(claim)
+    assert store.kept("cam") is None
+    assert len(blobs(store)) == 2
+    store.delete(claim)
+    store.delete(moved(store, clock))
+    assert store.kept("cam") is None
+    assert blobs(store) == []
+
+
+def test_a_store_that_is_opened_again_has_what_is_kept(store, opened, clock):
+    claim = moved(store, clock)
+    write(store, claim, 1)
+    write(store, claim, 2)
+    store.close()
+    with contextlib.closing(opened()) as again:
+        assert again.read("cam", place=BEFORE).blob == b"state 2"
+        again.claim("cam", "a", 10)
+        assert len(blobs(again)) == 3

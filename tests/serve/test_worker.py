@@ -57,7 +57,7 @@ async def test_a_request_without_a_stream_is_predicted_by_the_source_model():
         answers = await asyncio.gather(*(worker.infer(None, batch(seed, size)) for seed, size in enumerate((1, 2, 3))))
     for seed, answer in enumerate(answers):
         assert torch.allclose(answer.logits, fleet.predict_source(batch(seed, seed + 1)), atol=1e-6)
-        assert answer[1:] == (False, None, None, None, "source")
+        assert answer[1:] == (False, None, None, None, "source", "1")
     assert fleet.names == []
 
 

@@ -1,6 +1,7 @@
 """The web application: a Starlette application of one worker, with the handler of each path."""
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,11 +21,12 @@ from starlette.types import Receive, Scope, Send
 from tribe.core.shortage import is_out_of_memory
 from tribe.fields import printable
 from tribe.serve import errors, plain, protocol
+from tribe.serve.arguments import ARGUMENTS, NoArguments, ShareArguments
 from tribe.serve.decoding import PIECE, Decoders, Unpacker
 from tribe.serve.edge import EarlyAnswers
 from tribe.serve.errors import EXPECTED, BadRequest, NotFound, as_serve_error
 from tribe.serve.fairness import Shares
-from tribe.serve.protocol import VERSION, InferResult
+from tribe.serve.protocol import InferResult
 from tribe.serve.security import Principal
 from tribe.serve.service import Service
 from tribe.streams.names import check_stream_name
@@ -42,7 +44,9 @@ METRICS = "text/plain; version=0.0.4; charset=utf-8"
 SINGLE = (  # headers of which a request may have one only: a proxy may read the other one
     *("x-tribe-stream", "inference-header-content-length", "content-encoding", "authorization", "host", "origin"),
 )
-ACTIONS = ("end", "reset", "freeze", "unfreeze", "promote", "demote", "snapshot", "rollback")  # on a stream
+ACTIONS = (  # on a stream
+    *("end", "reset", "freeze", "unfreeze", "promote", "demote", "snapshot", "rollback", "move", "back"),
+)
 ALL = ("promote", "demote")  # on all streams of a token
 PAGE = {  # path -> file, type
     "/": ("page.html", "text/html"),
@@ -76,16 +80,6 @@ class MetricsQuery(msgspec.Struct, forbid_unknown_fields=True):
     """The query of ``GET /metrics``."""
 
     streams: bool = False  # also gauges of single streams
-
-
-class NoArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of a control request that takes no arguments."""
-
-
-class RollbackArguments(NoArguments, forbid_unknown_fields=True):
-    """The body of a rollback."""
-
-    to: int | None = None  # the clock of a snapshot; None: the last one
 
 
 class App(Starlette):
@@ -150,6 +144,8 @@ def _routes(handlers: "Handlers") -> list[Route]:
         *(constant(model, protocol.model_metadata(served)) for model in models),
         *(public(f"{model}/ready", handlers.ready) for model in models),
         *(constant(f"{model}/config", protocol.model_config(served)) for model in models),
+        route("POST", f"{models[1]}/move", handlers.move_share),
+        route("POST", f"{models[1]}/back", handlers.back_all),
         route("GET", "/v1/streams", handlers.streams),
         route("GET", "/v1/events", handlers.events),
         route("GET", stream, handlers.stream),
@@ -283,7 +279,7 @@ class Handlers:
             user.take(self.requests, 1)
             request.scope["user"] = user  # `App` then gives its place back
         if "model" in names:
-            self.model.check(names["model"], names.get("version", VERSION))
+            self.model.check(names["model"], names.get("version", ""))
         if "stream" in names:
             check_stream_name(names["stream"])
             if (named := headers.get("x-tribe-stream", names["stream"])) != names["stream"]:
@@ -318,6 +314,7 @@ class Handlers:
             decode = partial(protocol.decode_infer, body, head_size, self.model, stream)
             asked = await self.decoders.run(request.user, decode) if in_thread else decode()
             del body, decode
+            asked = dataclasses.replace(asked, version=request.path_params.get("version"))
             with self.bodies.hold(asked.images.nbytes, request.user):
                 result = await self.service.infer(asked, request.user, arrived)
         encode = partial(protocol.encode_infer, result, asked, self.model)
@@ -342,7 +339,8 @@ class Handlers:
             with self.bodies.hold(asked.images.nbytes, request.user):
                 result = await self.service.infer(asked, request.user, arrived)
         if as_npy:
-            return Response(plain.encode_npy(protocol.as_numbers(result.logits)), media_type=plain.NPY)
+            content, named = plain.encode_npy(protocol.as_numbers(result.logits)), {"x-tribe-version": result.version}
+            return Response(content, headers=named, media_type=plain.NPY)
         encode = partial(plain.encode_predict, result, asked, self.model)
         return Response(await self._encode(request, result, encode), media_type=JSON)
 
@@ -364,6 +362,7 @@ class Handlers:
         answer: dict[str, Any] = {"model": self.model.name, "method": self.model.method}
         found = [each for each in self.worker.streams() if request.user.can_access(each["name"])]
         answer["streams"] = [self._with_thumbnail(each) for each in found]
+        answer["versions"] = self.model.versions
         answer["open_streams"] = self.worker.policy.open_streams
         if request.user.sees_all:
             answer["unlearned"] = self.worker.scheduler.only_predicted
@@ -385,17 +384,11 @@ class Handlers:
         return description if frame is None else description | {"thumbnail": frame.number}
 
     async def control(self, request: Request, action: str) -> Response:
-        """Answer PUT and DELETE /v1/streams/{stream}, and POST of an action on it.
-
-        The body of a rollback is nothing, or {"to": 120}: the clock of a snapshot.
-        """
+        """Answer PUT and DELETE /v1/streams/{stream}, and POST of an action on it, whose arguments are in the body."""
         name, arguments = request.path_params["stream"], {}
         request.user.check(action, name)
         if request.method == "POST":
-            decoder = msgspec.json.Decoder(RollbackArguments if action == "rollback" else NoArguments)
-            async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
-                arguments = msgspec.structs.asdict(protocol.decode_json(bytes(body.strip() or b"{}"), decoder))
-            self.service.check_ready()  # it may have stopped meanwhile
+            arguments = await self._arguments(request, ARGUMENTS.get(action, NoArguments))
         if action == "create":
             arguments["user"] = request.user
         elif action in ("drop", "end"):
@@ -406,10 +399,28 @@ class Handlers:
         """Answer POST /v1/promote and /v1/demote: all streams of the token, a page of them at a time."""
         request.user.check(action, request.user.token.streams)
         query = msgspec.convert(_query(request), AllQuery, strict=False)
-        async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
-            protocol.decode_json(bytes(body.strip() or b"{}"), msgspec.json.Decoder(NoArguments))
-        self.service.check_ready()  # it may have stopped meanwhile
+        await self._arguments(request, NoArguments)
         return as_json(await self.worker.control.set_all(action, request.user, query.after))
+
+    async def _arguments(self, request: Request, kind: type[NoArguments]) -> dict[str, Any]:
+        """Return the arguments in the body of a control request."""
+        async with self.bodies.read(request, MAX_ARGUMENTS, self.limits.body_seconds) as body:
+            decoder = msgspec.json.Decoder(kind)
+            arguments = msgspec.structs.asdict(protocol.decode_json(bytes(body.strip() or b"{}"), decoder))
+        self.service.check_ready()  # it may have stopped meanwhile
+        return arguments
+
+    async def move_share(self, request: Request) -> Response:
+        """Answer POST /v2/models/{model}/versions/{version}/move: move a share of all streams there."""
+        request.user.check_all("move")
+        version, arguments = request.path_params["version"], await self._arguments(request, ShareArguments)
+        return as_json(await self.worker.control.moves.move_share(version, **arguments))
+
+    async def back_all(self, request: Request) -> Response:
+        """Answer POST /v2/models/{model}/versions/{version}/back: all streams that moved there go back."""
+        request.user.check_all("back")
+        await self._arguments(request, NoArguments)
+        return as_json(await self.worker.control.moves.back_all(request.path_params["version"]))
 
     async def get_state(self, request: Request) -> Response:
         """Answer GET /v1/streams/{stream}/state: a file for `tribe.load`."""

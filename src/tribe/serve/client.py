@@ -30,7 +30,7 @@ class Prediction(NamedTuple):
     """Logits, and facts about the stream."""
 
     logits: NDArray[np.float32]  # (B, K)
-    facts: dict[str, Any]  # parameters of the answer, such as tribe_adapted and tribe_clock
+    facts: dict[str, Any]  # parameters of the answer, such as tribe_adapted and tribe_clock, and model_version
 
 
 class Client:
@@ -77,6 +77,7 @@ class Client:
         timeout: float | None = None,
         learn: bool = True,
         end: bool = False,
+        version: str | None = None,
     ) -> Prediction:
         """Predict, and also return facts about the stream.
 
@@ -87,6 +88,7 @@ class Client:
             timeout: seconds until the answer must be there.
             learn: False: only predict.
             end: store the stream and release it afterwards.
+            version: of the model; another than the stream's predicts with its source model. None: the stream's.
         """
         array = np.ascontiguousarray(images)
         if array.dtype.name not in DATATYPES:
@@ -102,11 +104,13 @@ class Client:
         headers = {HEADER: str(len(text)), "Content-Type": "application/octet-stream"}
         if stream is not None:
             headers["X-Tribe-Stream"] = stream
-        answer, body = self._call("POST", f"/v2/models/{quote(self.model)}/infer", text + array.tobytes(), headers)
+        path = "" if version is None else f"/versions/{quote(version, safe='')}"
+        path = f"/v2/models/{quote(self.model)}{path}/infer"
+        answer, body = self._call("POST", path, text + array.tobytes(), headers)
         size = int(answer[HEADER])
         head = json.loads(body[:size])
         logits = np.frombuffer(body, "<f4", offset=size).reshape(head["outputs"][0]["shape"])
-        return Prediction(logits, head["parameters"])
+        return Prediction(logits, head["parameters"] | {"model_version": head["model_version"]})
 
     def streams(self) -> list[dict[str, Any]]:
         """Return the descriptions of all streams."""
@@ -117,7 +121,7 @@ class Client:
         return self._json("GET", _path(name))
 
     def control(self, action: str, stream: str, **arguments: Any) -> dict[str, Any]:
-        """End, reset, freeze, unfreeze, promote, demote, snapshot or roll back a stream."""
+        """End, reset, freeze, unfreeze, promote, demote, snapshot, roll back, move or bring back a stream."""
         body = json.dumps(arguments).encode() if arguments else b""
         return self._json("POST", f"{_path(stream)}/{quote(action)}", body)
 

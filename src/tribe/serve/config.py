@@ -46,6 +46,8 @@ class Policy:
     lag: float = 30.0  # a stream whose oldest unwritten step is older stops learning: at most this much is lost
     retry: float = 0.25  # first pause after the store failed; it doubles
     retry_most: float = 5.0  # longest pause after the store failed
+    keep_moved: float = 7 * 86400.0  # how long the state before a move to another version is kept, to go back to
+    auto_back: bool = True  # whether a stream that has moved goes back by itself, for an alarm or a worse estimate
     idle: float = 300.0  # a stream without a request for this long is written and released
     drain: float = 10.0  # the longest that `stop` waits for requests and the learning queue
 
@@ -62,7 +64,7 @@ class Policy:
             value = getattr(self, field.name)
             if field.type is float or (field.name == "deadline" and value is not None):
                 require(is_number(value) and value >= 0, f"{field.name} is a number of seconds, not negative", value)
-        for name in ("demote", "exact"):
+        for name in ("demote", "exact", "auto_back"):
             require(isinstance(getattr(self, name), bool), f"{name} is true or false", getattr(self, name))
         require(
             self.renew + self.margin < self.lease,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from tribe.health.history import Snapshot
 from tribe.serve.errors import EXPECTED, NotOwner, NotStored, Unavailable, UnknownStream, as_serve_error
+from tribe.serve.moves import Moves
 from tribe.serve.runtime import StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, read_intact
@@ -25,6 +26,7 @@ class SessionSnapshot(NamedTuple):
 
     clock: int
     state: Snapshot
+    version: str  # of the network
     requests: tuple[str, ...]  # ids of the last requests that it has learned
 
 
@@ -42,6 +44,8 @@ class Controls:
     promote       let what adapts answer from now on; `demote`: let the source answer, while it goes on learning
     snapshot      copy the state in memory; the last few copies stay
     rollback      return to the last snapshot, or to the one of the given clock: ``to=120``
+    move          go on in another version of the network; the state before it is kept: see `moves.Moves`
+    back          return to the state before the last move
     put_state     replace its state by that of a file, or make a stream of it; a wrong file changes nothing
     drop          delete the stream and its stored states
     ============  ===================================================================================================
@@ -53,12 +57,14 @@ class Controls:
         self.sessions, self.runtime, self.fleet = sessions, sessions.runtime, sessions.fleet
         self.policy = sessions.policy
         self._drained, self._describe = drained, describe
+        self.moves = Moves(sessions, self._owned, describe)
 
     async def __call__(self, action: str, stream: str, **arguments: Any) -> Description:
         """Do it, and return the description of the stream afterwards. If the store fails: `Unavailable`."""
         actions: dict[str, Callable[..., Coroutine[Any, Any, Description]]] = {
             **{"create": self._create, "end": self._end, "reset": self._reset, "drop": self._drop},
             **{"snapshot": self._snapshot, "rollback": self._rollback, "put_state": self._put_state},
+            **{"move": self.moves.move, "back": self.moves.back},
             **{"freeze": partial(self._set_frozen, frozen=True), "unfreeze": partial(self._set_frozen, frozen=False)},
             **{"promote": partial(self._set_shadow, shadow=False), "demote": partial(self._set_shadow, shadow=True)},
         }
@@ -167,18 +173,20 @@ class Controls:
         async with self.runtime.hold(stream):
             self.sessions.check_still_here(session)
             state = await self.runtime.run("states", lambda: self.fleet.snapshot(stream))
-            session.snapshots.append(SessionSnapshot(session.clock, state, tuple(session.recent)))
+            version = self.fleet.version_of(stream)
+            session.snapshots.append(SessionSnapshot(session.clock, state, version, tuple(session.recent)))
             del session.snapshots[: -self.policy.snapshots]
         return self._describe(stream) | {"snapshot": session.snapshots[-1].clock}
 
     async def _rollback(self, stream: str, to: int | None = None) -> Description:
         session = await self._owned(stream)
-        matching = [snapshot for snapshot in session.snapshots if to is None or snapshot.clock == to]
+        own = [each for each in session.snapshots if each.version == self.fleet.version_of(stream)]
+        matching = [snapshot for snapshot in own if to is None or snapshot.clock == to]
         if not matching:
-            clocks = ", ".join(str(snapshot.clock) for snapshot in session.snapshots) or "none: take one first"
+            clocks = ", ".join(str(snapshot.clock) for snapshot in own) or "none: take one first"
             which = "" if to is None else f" of clock {to}"
             raise UnknownStream(f"stream {stream!r} has no snapshot{which}; it has {clocks}")
-        clock, state, requests = matching[-1]
+        clock, state, _, requests = matching[-1]
         words = f"returned to the snapshot of clock {clock}"
         return await self._replace(session, lambda: self.fleet.restore(stream, state), requests, "rollback", words)
 

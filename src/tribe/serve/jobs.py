@@ -40,6 +40,7 @@ class Job:
     share: float = 1.0  # of learning that its user gets, relative to others
     reply: Any = None  # for the caller, such as a future
     source: bool = False  # the source model predicts, because the stream has no state here
+    version: str | None = None  # that the request names; None: that of its stream
     launch_by: float = 0.0  # when it no longer waits for a larger batch
     launched: float = math.nan  # when its batch was launched
     state: JobState = JobState.NEW

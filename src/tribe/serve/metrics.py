@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import time
+from collections import Counter as TallyOfVersions
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tribe.fields import printable
 
@@ -45,15 +46,17 @@ STREAM_GAUGES = {  # entries of the description of a stream -> the help text of 
 
 
 class Metrics:
-    """Counters and histograms of one worker; ``model`` is the value of a label of all."""
+    """Counters and histograms of one worker; ``model`` and ``version``, the default one, are labels of all."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, version: str = "1") -> None:
         self.registry = CollectorRegistry()
-        self._common = (model, "1")
+        self._common = (model, version)
         self._labels = dict(zip(COMMON, self._common, strict=True))
         requests = self._counter("tribe_requests_total", "Requests by outcome.", "outcome")
         self.requests = {outcome: requests.labels(*self._common, outcome) for outcome in (*ANSWERED, *REASONS)}
         self.images = 0  # in requests that were answered
+        self.version_images = TallyOfVersions[str]()  # the same, by version
+        self._moves = self._counter("tribe_version_moves_total", "Moves of streams between versions.", "to", "by")
         self.queue_seconds = self._histogram("tribe_queue_seconds", "Time that requests waited for their batch.")
         self.request_seconds = self._histogram("tribe_request_seconds", "Time from arrival of a request to its answer.")
         self.step_seconds = self._histogram("tribe_step_seconds", "Duration of steps.")
@@ -80,6 +83,27 @@ class Metrics:
 
     def _histogram(self, name: str, words: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
         return Histogram(name, words, COMMON, buckets=buckets, registry=self.registry).labels(*self._common)
+
+    def moved(self, to: str, by: str) -> None:
+        """Count a move of a stream; ``by``: move, back, or auto for one that went back by itself."""
+        self._moves.labels(*self._common, to, by).inc()
+
+    def of_versions(self, streams: Mapping[str, int]) -> list[Metric]:
+        """Return metrics of each version: its streams now, and the images that it answered."""
+        metrics: list[Any] = []
+        for name, words, kind, values in (
+            ("tribe_version_streams", "Streams that are in this version.", GaugeMetricFamily, streams),
+            (
+                "tribe_version_images_total",
+                "Images that this version answered.",
+                CounterMetricFamily,
+                self.version_images,
+            ),
+        ):
+            metrics.append(kind(name, words, labels=COMMON))
+            for version, number in values.items():
+                metrics[-1].add_metric([self._common[0], version], number)
+        return metrics
 
     def alarm_began(self, kind: str) -> None:
         """Count an alarm."""

@@ -46,6 +46,7 @@ let goneSince = null;
 let listening = null; // AbortController of the events
 let saying = 0;
 let answer = () => {}; // of the question that is shown
+let several = false; // whether the server has more than one version of the model
 
 // -- talking to the server --------------------------------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ at("login").addEventListener("submit", (event) => {
 function take(answer) {
   const now = performance.now() / 1000;
   const names = new Set();
+  several = (answer.versions ?? []).length > 1;
   for (const known of answer.streams) {
     names.add(known.name);
     let one = streams.get(known.name);
@@ -290,7 +292,7 @@ function makeRow(name) {
 function fillRow(row, name, one) {
   const { known } = one;
   const [words, meaning] = stateWords(stateOf(known));
-  setText(row.state, words);
+  setText(row.state, several && known.version ? `${words}, version ${known.version}` : words);
   row.line.classList.toggle("open", opened.has(name));
   row.line.classList.toggle("alarmed", alarmsOf(known).length > 0);
   row.state.title = meaning;

@@ -65,7 +65,8 @@ def encode_predict(result: InferResult, request: InferRequest, model: ModelInfo)
     if model.labels:
         answer["labels"] = [model.labels[i] for i in best]
     answer |= {model.output: logits.tolist(), "adapted": result.adapted, "answered": result.answered}
-    answer |= {"clock": result.clock, "generation": result.generation, "health": protocol.health_facts(result)}
+    answer |= {"version": result.version, "clock": result.clock, "generation": result.generation}
+    answer |= {"health": protocol.health_facts(result)}
     return msgspec.json.encode(answer)
 
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 Buffer = bytes | bytearray | memoryview
 Parameter = bool | int | float | str  # a value of the parameters of an answer
 
-VERSION = "1"  # of the model, in the protocol's sense: the server has one
+VERSION = "1"  # of the model, in the protocol's sense, if there is one
 INPUT = "images"  # the name of the only input
 MAX_JSON = 8 * 2**20  # bytes: parsing more would delay other requests
 MAX_HEAD = 2**16  # bytes of JSON beside the numbers of the images
@@ -60,13 +60,15 @@ class ModelInfo:
     most_pixels: int = 16_000_000  # of one image
     request_pixels: int = 2**22  # of all images of a request
     any_range: bool = False  # whether floating point images may look as if they reach from 0 to 255
+    versions: tuple[str, ...] = (VERSION,)  # that are served side by side
 
     def check(self, name: str, version: str = "") -> None:
         """Raise if this is another model or version."""
         if name != self.name:
             raise NotFound(f"no model {name[:80]!r}; this server has the model {self.name!r}")
-        if version not in ("", VERSION):
-            raise NotFound(f"model {name!r} has no version {version[:80]!r}; leave it out, or give {VERSION!r}")
+        if version not in ("", *self.versions):
+            names = ", ".join(map(repr, self.versions))
+            raise NotFound(f"model {name!r} has no version {version[:80]!r}; it has {names}. Leave it out for any")
 
     def check_images(self, shape: tuple[int, ...]) -> None:
         """Raise if images (B, ...) do not fit the model."""
@@ -140,6 +142,7 @@ class InferRequest:
     timeout: int | None = None  # microseconds until the answer must be there
     learn: bool = True
     binary: bool = False  # return the logits as bytes, not as numbers in JSON
+    version: str | None = None  # of the model; None: that of the stream
 
 
 class InferResult(NamedTuple):
@@ -151,6 +154,7 @@ class InferResult(NamedTuple):
     generation: int | None = None  # how often the stream has been claimed; None without a store
     health: dict[str, Any] | None = None  # the report of the stream; None: no stream
     answered: Literal["adapted", "source"] = "adapted"  # which model predicted; the source where a stream is in shadow
+    version: str = VERSION  # of the model that predicted
 
 
 class InferParameters(msgspec.Struct):
@@ -352,7 +356,7 @@ def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -
         output["parameters"] = {"binary_data_size": len(raw)}
     else:
         output["data"] = logits.ravel().tolist()
-    head: dict[str, Any] = {"model_name": model.name, "model_version": VERSION}
+    head: dict[str, Any] = {"model_name": model.name, "model_version": result.version}
     if request.id is not None:
         head["id"] = request.id
     head |= {"parameters": answer_parameters(result, request.stream), "outputs": [output]}
@@ -390,7 +394,7 @@ def model_metadata(model: ModelInfo) -> dict[str, Any]:
     """Return the answer of ``GET /v2/models/{model}``; -1 is any size."""
     return {
         "name": model.name,
-        "versions": [VERSION],
+        "versions": list(model.versions),
         "platform": PLATFORM,
         "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *model.sizes]}],
         "outputs": [{"name": model.output, "datatype": "FP32", "shape": [-1, model.classes]}],

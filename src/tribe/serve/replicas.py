@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from typing import Any
 
-from torch import nn
-
-from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
 from tribe.health.prepared import Prepared
 from tribe.methods import AnyMethod
@@ -26,6 +23,7 @@ from tribe.serve.app import App
 from tribe.serve.config import Limits
 from tribe.serve.security import read_tokens
 from tribe.serve.server import HANG_UP, HOST, Server, Tokens, new_access, on_signals, refuse_open, shorten_collections
+from tribe.serve.versions import Model, network_of
 
 HEADER = "x-tribe-stream"
 SESSION_KEY = "RAY_SERVE_SESSION_ID_HEADER_KEY"  # where Ray reads which header names a session, when it starts
@@ -35,7 +33,7 @@ GRACE = 60.0  # seconds that a worker gets to store its streams when it stops
 
 
 def application(
-    model: nn.Module | Backbone,
+    model: Model | Mapping[str, Model],
     method: str | AnyMethod | Prepared | PathLike[str] = "tribe",
     *,
     data: str | PathLike[str],
@@ -67,7 +65,9 @@ def application(
 
     def build() -> App:
         shorten_collections()
-        return Server(model.to(device), method, name=name, data=data, tokens=entries, **options).app
+        for each in model.values() if isinstance(model, Mapping) else [model]:
+            network_of(each).to(device)
+        return Server(model, method, name=name, data=data, tokens=entries, **options).app
 
     deployment = ray_serve.deployment(
         ray_serve.ingress(build)(),

@@ -1,6 +1,7 @@
 """The Open Inference Protocol over gRPC, in the event loop of the server. The extra `grpc`."""
 
 import asyncio
+import dataclasses
 import importlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -22,7 +23,6 @@ from tribe.serve.protocol import (
     MAX_HEAD,
     MAX_JSON,
     MAX_NUMBERS,
-    VERSION,
     InferHead,
     InferRequest,
     infer_request,
@@ -237,7 +237,8 @@ class Calls:
         with self.bodies.hold(request.images.nbytes, user):
             result = await self.service.infer(request, user, arrived)
         logits = protocol.as_numbers(result.logits)
-        answer = messages.ModelInferResponse(model_name=self.model.name, model_version=VERSION, id=request.id or "")
+        names = {"model_name": self.model.name, "model_version": result.version}
+        answer = messages.ModelInferResponse(**names, id=request.id or "")
         answer.outputs.add(name=self.model.output, datatype="FP32", shape=logits.shape)
         answer.raw_output_contents.append(logits.tobytes())
         for name, value in protocol.answer_parameters(result, request.stream).items():
@@ -323,7 +324,8 @@ def decode_message(message: Any, model: protocol.ModelInfo, stream_header: str |
         "parameters": _parameters(message.parameters),
         "id": message.id or None,
     }
-    return infer_request(msgspec.convert(head, InferHead), content, model, stream_header)
+    request = infer_request(msgspec.convert(head, InferHead), content, model, stream_header)
+    return dataclasses.replace(request, version=message.model_version or None)
 
 
 def _contents(given: Any) -> bytearray:

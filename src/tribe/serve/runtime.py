@@ -15,8 +15,8 @@ from tribe.serve.config import Policy
 from tribe.serve.jobs import BatchTimes
 from tribe.serve.metrics import Events, Metrics
 from tribe.serve.scheduler import Scheduler
-from tribe.serve.store import Claim, StreamStore
-from tribe.streams import Fleet
+from tribe.serve.store import Claim, Kept, Stored, StreamStore
+from tribe.serve.versions import FIRST, Versions
 
 T = TypeVar("T")
 Role = Literal["owned", "followed", "unreachable", "unfit"]
@@ -65,6 +65,11 @@ class StreamSession:
     resting: bool = False  # its claim is not renewed, because no request came; it is stored
     unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
+    kept: Kept | None = None  # the state that stays after a move; see `moves.Moves`
+    kept_state: Stored | None = None  # the state itself, without a store
+    kept_until: float = float("inf")  # by the worker's clock: then it is removed
+    keep: str | None = None  # where the stored state stays at the next write, because the stream has moved since
+    accuracy_before: float | None = None  # that was estimated when it moved
 
     @property
     def generation(self) -> int | None:
@@ -89,6 +94,10 @@ class StreamSession:
         if self.dirty_since is None:
             self.dirty_since = changed
 
+    def note_kept(self, kept: Kept | None, until: float = float("inf")) -> None:
+        """Note which state stays beside the stored ones, and until when, if it had been kept at this moment."""
+        self.kept, self.kept_until = kept, until if kept is None else until - kept.age
+
     def renewed(self, claim: Claim, asked: float, lease: float, margin: float) -> None:
         """Note that the store has confirmed the claim; it was asked at ``asked`` by this worker's clock."""
         self.claim, self.role, self.learn_until, self.resting = claim, "owned", asked + lease - margin, False
@@ -107,15 +116,16 @@ class Runtime:
     streams, and claims new ones; ``states`` changes the fleet, and may wait for a step; ``writer`` writes states.
     """
 
-    fleet: Fleet
+    fleet: Versions
     store: StreamStore | None
     policy: Policy
     owner: str  # the worker's name in the store
     model: str  # its name in metrics
     clock: Callable[[], float]
+    version: str = FIRST  # the default one, in metrics
 
     def __post_init__(self) -> None:
-        self.events, self.metrics = Events(self.policy.events), Metrics(self.model)
+        self.events, self.metrics = Events(self.policy.events), Metrics(self.model, self.version)
         self.scheduler = Scheduler(self.policy, BatchTimes())
         self.after_commit = AfterCommit()
         self.on_progress: Callable[[], None] = lambda: None  # called when a stream is free again
@@ -192,7 +202,7 @@ class AfterCommit:
         else:
             self._failing.pop((what, stream), None)
 
-    def reports(self, fleet: Fleet, names: Iterable[str], look: bool = False) -> dict[str, dict[str, Any]]:
+    def reports(self, fleet: Any, names: Iterable[str], look: bool = False) -> dict[str, dict[str, Any]]:
         """Return what streams report, after their alarms were read; only the steps where that fails."""
         wanted = list(names)
 
@@ -216,7 +226,7 @@ def facts_of(info: StreamInfo) -> dict[str, Any]:
     return {name: value for name, value in info._asdict().items() if value is not None}
 
 
-def read_reports(fleet: Fleet, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def read_reports(fleet: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Return what each stream reports, in plain numbers by name; estimates that do not exist are left out."""
     reports = {}
     for name, report in fleet.report_many(names).items():

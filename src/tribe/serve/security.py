@@ -36,6 +36,7 @@ NEEDS: Mapping[str, Role] = {  # the least role for an action on a stream
     **dict.fromkeys(("predict", "see"), "predict"),
     **dict.fromkeys(("learn", "create", "end"), "learn"),
     **dict.fromkeys(("freeze", "unfreeze", "promote", "demote", "reset", "snapshot", "rollback", "drop"), "admin"),
+    **dict.fromkeys(("move", "back"), "admin"),
     **dict.fromkeys(("get_state", "put_state"), "admin"),
 }
 
@@ -111,6 +112,13 @@ class Principal:
                 f"the token {self.token.name!r} has the role {self.token.role}; {action.replace('_', ' ')} needs the "
                 f"role {NEEDS[action]}"
             )
+
+    def check_all(self, action: str) -> None:
+        """Raise `Forbidden` if the token does not permit an action on all streams."""
+        self.check(action, self.token.streams)
+        if not self.sees_all:
+            words = f"{action} of a version concerns all streams, and the token {self.token.name!r} is for those that"
+            raise Forbidden(f"{words} begin with {self.token.streams!r}. It may {action} them one by one")
 
     @property
     def sees_all(self) -> bool:

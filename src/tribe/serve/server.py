@@ -7,7 +7,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from types import FrameType
@@ -16,7 +16,6 @@ from typing import Any, Self
 import prometheus_client
 import torch
 import uvicorn
-from torch import nn
 
 from tribe.core.backbone import Backbone
 from tribe.fields import is_whole, require
@@ -30,8 +29,8 @@ from tribe.serve.protocol import ModelInfo
 from tribe.serve.security import Access, Token, read_tokens
 from tribe.serve.service import Service
 from tribe.serve.store import open_store
+from tribe.serve.versions import FIRST, Model, build_versions
 from tribe.serve.worker import Worker
-from tribe.streams import fleet
 from tribe.streams.names import check_stream_name
 from tribe.streams.shadow import Shadow
 
@@ -280,7 +279,8 @@ class Server(Listener):
     once: it stores and releases its streams when it stops.
 
     Args:
-        model: as for `tribe.fleet`.
+        model: as for `tribe.fleet`; or versions by name, ``{"1": net, "2": other}``: new streams get the first. A fleet
+            in place of a network has a guard and a calibration of its own. See docs/deploying.md.
         method: as for `tribe.fleet`.
         name: what clients call the model.
         data: where streams are kept: a folder, or the address of a Redis server. None: in memory, until it stops.
@@ -300,7 +300,7 @@ class Server(Listener):
 
     def __init__(
         self,
-        model: nn.Module | Backbone,
+        model: Model | Mapping[str, Model],
         method: str | AnyMethod | Prepared | PathLike[str] = "tribe",
         *,
         name: str = "model",
@@ -319,19 +319,27 @@ class Server(Listener):
     ) -> None:
         check_stream_name(name, "the name of a model")
         access = new_access(tokens, host, host_names)
-        net = model if isinstance(model, Backbone) else Backbone(model)
         if data is not None and options.get("budget") is not None:
             raise ValueError(KEPT_BUDGET)
         if policy is not None and policy.exact:
             options["exact"] = True
         begin = Shadow.of(options.pop("shadow", False))
         shadow = replace(begin, demote=begin.demote or (policy is not None and policy.demote))
-        streams = fleet(net, method, shadow=shadow, **options)
-        require(len(labels) in (0, streams.classes), f"labels are the names of {streams.classes} classes", labels)
-        built = streams.method
-        info = ModelInfo(name, image_shape(net, shape), streams.classes, built.output, tuple(labels), built.name)
+        given = model if isinstance(model, Mapping) else {FIRST: model}
+        built = build_versions(given, method, shadow=shadow, **options)
+        first = built.fleets[built.default]
+        require(len(labels) in (0, first.classes), f"labels are the names of {first.classes} classes", labels)
+        info = ModelInfo(
+            name,
+            image_shape(first.net, shape),
+            first.classes,
+            first.method.output,
+            tuple(labels),
+            first.method.name,
+            versions=built.names,
+        )
         store = None if data is None else open_store(data)
-        service = Service(Worker(streams, store, policy=policy, model=name), info, access, limits, store)
+        service = Service(Worker(built, store, policy=policy, model=name), info, access, limits, store)
         super().__init__(service, host=host, port=port, grpc_port=grpc_port, tls=tls)
 
 

@@ -137,6 +137,7 @@ class Service:
         user.count_images(len(images))
         learn = learn and stream is not None and user.may_learn(len(images))
         infer = partial(self.worker.infer, request_id=request.id, deadline=deadline, learn=learn, user=user)
+        infer = partial(infer, version=request.version)
         try:
             result = await infer(stream, images)
         except Unavailable:

@@ -20,7 +20,7 @@ from tribe.serve.errors import FULL_AGAIN, NotOwner, NotStored, Unavailable, Unk
 from tribe.serve.fairness import fits_share
 from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
-from tribe.serve.store import Claim, Stored, StoreDamaged, StoreDown, StreamStore
+from tribe.serve.store import Claim, Kept, Stored, StoreDamaged, StoreDown, StreamStore
 from tribe.serve.writer import Writer
 
 CHECKED = 8  # stored states that are looked at when a server starts
@@ -39,6 +39,7 @@ class LookupResult(NamedTuple):
     stored: Stored | None  # its state; None: there is none, or the follower has it already
     damage: str | None  # why the last state could not be used, and the one before it was
     mark: Mark | None = None  # of the owner's state
+    kept: Kept | None = None  # the state that stays after a move, of a stream that is claimed
 
 
 def look_up(
@@ -65,7 +66,7 @@ def look_up(
     if (user is None or user.may_claim) and (entry is None or not entry.held or entry.owner == owner):
         if (claim := store.claim(stream, owner, lease)) is not None:
             try:
-                return LookupResult(claim, *read_intact(store, stream))
+                return LookupResult(claim, *read_intact(store, stream), kept=store.kept(stream))
             except StoreDamaged:
                 store.release(claim)
                 raise
@@ -95,8 +96,13 @@ def read_intact(store: StreamStore, stream: str) -> tuple[Stored | None, str | N
     raise StoreDamaged(str(damage)) from damage
 
 
-def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool = False) -> dict[str, Any]:
-    """Put a stored state into the fleet, or a new one, and return its report; ``keep``: unless there is one."""
+def _install(
+    runtime: Runtime, name: str, blob: bytes | None = None, keep: bool = False, version: str | None = None
+) -> dict[str, Any]:
+    """Put a stored state into the fleet, or a new one of a version, and return its report.
+
+    ``keep``: unless there is one.
+    """
     fleet = runtime.fleet
     if blob is not None:
         fleet.from_bytes(name, blob)
@@ -104,7 +110,7 @@ def _install(runtime: Runtime, name: str, blob: bytes | None = None, keep: bool 
         if name in fleet and not keep:
             fleet.drop(name)
         if name not in fleet:
-            fleet.add(name)
+            fleet.add(name, version)
     return runtime.after_commit.reports(fleet, [name])[name]
 
 
@@ -121,6 +127,7 @@ class Sessions:
     def __init__(self, runtime: Runtime, on_closed: Callable[[str], None]) -> None:
         self.runtime, self.fleet, self.store, self.policy = runtime, runtime.fleet, runtime.store, runtime.policy
         self._on_closed = on_closed
+        self.on_claimed: Callable[[StreamSession], None] = lambda session: None  # called with one that is open now
         self.by_name: dict[str, StreamSession] = {}
         self.writer = None if self.store is None else Writer(runtime, self.store, self.lose)
         self._opening: dict[str, dict[Principal | None, Opening]] = {}  # by name and user
@@ -139,8 +146,8 @@ class Sessions:
         patience = self.policy.retry if session.role == "unreachable" else self.policy.staleness
         return session if session.looked_up is not None and now - session.looked_up <= patience else None
 
-    async def open(self, name: str, user: Principal | None = None) -> StreamSession:
-        """Claim a stream, or read what its owner stored last, as far as a user may.
+    async def open(self, name: str, user: Principal | None = None, version: str | None = None) -> StreamSession:
+        """Claim a stream, or read what its owner stored last, as far as a user may; a new one starts in a version.
 
         Requests of one user at the same time share one look-up. Those of others, with other rights, come after it.
         """
@@ -149,7 +156,7 @@ class Sessions:
             if name not in self.by_name:
                 self._check_room(name, user)
             self._opening[name] = tasks
-            tasks[user] = self.runtime.start(self._open_after(list(tasks.values()), name, user))
+            tasks[user] = self.runtime.start(self._open_after(list(tasks.values()), name, user, version))
             tasks[user].add_done_callback(lambda _: self._opened(name, user))
         return await asyncio.shield(tasks[user])
 
@@ -158,10 +165,12 @@ class Sessions:
         if not self._opening[name]:
             del self._opening[name]
 
-    async def _open_after(self, before: Sequence[Opening], name: str, user: Principal | None) -> StreamSession:
+    async def _open_after(
+        self, before: Sequence[Opening], name: str, user: Principal | None, version: str | None
+    ) -> StreamSession:
         if before:
             await asyncio.wait(before)
-        return (before and self.ready(name, user)) or await self._open(name, user)
+        return (before and self.ready(name, user)) or await self._open(name, user, version)
 
     def _check_room(self, name: str, user: Principal | None) -> None:
         """Raise if no more streams may be opened here by a user; those that are being opened count."""
@@ -178,7 +187,7 @@ class Sessions:
             words = f"{used - 1} streams are open, and policy.open_streams is {most}, which all tokens share"
             raise Unavailable(f"{words}. End some, or wait until idle ones are released", FULL_AGAIN)
 
-    async def _open(self, name: str, user: Principal | None) -> StreamSession:
+    async def _open(self, name: str, user: Principal | None, version: str | None) -> StreamSession:
         session, writer, asked = self.by_name.get(name), self.writer, self.runtime.clock()
         if session is not None and session.resting and not await self._wake(session):
             session = None
@@ -189,8 +198,10 @@ class Sessions:
             return session
         if writer is None:
             session.role, session.loaded = "owned", True
-            session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, keep=True)))
+            install = partial(_install, self.runtime, name, keep=True, version=version)
+            session.note_report(await self.runtime.run("states", install))
             self.runtime.events.add("opened", "a new stream", name)
+            self.on_claimed(session)
         else:
             owner, lease = self.runtime.owner, self.policy.lease
             try:
@@ -202,7 +213,7 @@ class Sessions:
                 )
                 found = await self.runtime.run("lookups", look)
                 session.unclaimed = user is not None and not user.may_claim
-                await self._load(session, found, asked)
+                await self._load(session, found, asked, version)
             except StoreDown as error:
                 writer.note_failure(error)
                 if user is not None and user.is_limited and name not in self.by_name:
@@ -215,7 +226,9 @@ class Sessions:
         self.by_name[name] = session
         return session
 
-    async def _load(self, session: StreamSession, found: LookupResult, asked: float) -> None:
+    async def _load(
+        self, session: StreamSession, found: LookupResult, asked: float, version: str | None = None
+    ) -> None:
         """Bring the fleet and the session to the store's answer."""
         name, claim, stored = session.name, found.claim, found.stored
         if found.damage is not None:
@@ -224,7 +237,8 @@ class Sessions:
         if stored is not None or claim is not None:
             blob = None if stored is None else stored.blob
             try:
-                session.note_report(await self.runtime.run("states", partial(_install, self.runtime, name, blob)))
+                install = partial(_install, self.runtime, name, blob, version=version)
+                session.note_report(await self.runtime.run("states", install))
             except StateFileError as error:
                 mark = found.mark
                 if claim is not None and self.store is not None:
@@ -236,8 +250,10 @@ class Sessions:
         session.mark = found.mark
         if claim is not None:
             session.renewed(claim, asked, self.policy.lease, self.policy.margin)
+            session.note_kept(found.kept, asked + self.policy.keep_moved)
             words = "a new stream" if stored is None else f"resumed at clock {stored.clock}"
             self.runtime.events.add("opened", words, name, generation=claim.generation)
+            self.on_claimed(session)
         elif session.looked_up is None or session.role != "followed":
             session.role = "followed"
             why = "a token that may not claim it asked" if session.unclaimed else "another worker owns it"

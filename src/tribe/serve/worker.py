@@ -11,28 +11,28 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from prometheus_client.core import CounterMetricFamily, Metric
 from torch import Tensor
 
 from tribe.health import Event
 from tribe.methods.pipeline import Pipeline
+from tribe.serve.batches import Outcome, is_shadowed, predict_versions, step_versions
 from tribe.serve.config import Policy
 from tribe.serve.controls import Controls
 from tribe.serve.errors import BadInput, NotFound, Unavailable, UnknownStream
 from tribe.serve.jobs import Job
 from tribe.serve.protocol import InferResult
-from tribe.serve.runtime import AfterCommit, Runtime, StreamSession, facts_of
+from tribe.serve.runtime import Runtime, StreamSession
 from tribe.serve.security import Principal
 from tribe.serve.sessions import Sessions, new_owner
-from tribe.serve.store import StreamStore
+from tribe.serve.store import BEFORE, StreamStore
+from tribe.serve.versions import Versions
 from tribe.streams import Fleet
 from tribe.streams.names import check_stream_name
 from tribe.streams.shadow import DEMOTED
 
-Outcome = InferResult | Exception
 STATES = ("learning", "frozen", "followed", "unreachable", "unfit", "resting", "lease", "lag")
 log = logging.getLogger("tribe.serve")
 
@@ -45,7 +45,7 @@ class Worker:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: Fleet | Versions,
         store: StreamStore | None = None,
         *,
         policy: Policy | None = None,
@@ -53,15 +53,17 @@ class Worker:
         model: str = "tribe",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.fleet, self.store, self.policy, self.clock = fleet, store, policy or Policy(), clock
-        self.runtime = Runtime(fleet, store, self.policy, new_owner() if owner is None else owner, model, clock)
+        self.fleet, self.store, self.policy, self.clock = Versions.of(fleet), store, policy or Policy(), clock
+        own, first = new_owner() if owner is None else owner, self.fleet.default
+        self.runtime = Runtime(self.fleet, store, self.policy, own, model, clock, first)
         self.runtime.on_progress = self._advance
-        fleet.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
+        for each in self.fleet.fleets.values():
+            each.checks.any_range = True  # requests are checked one by one: an error of one would fail a whole step
         self.metrics, self.log, self.scheduler = self.runtime.metrics, self.runtime.events, self.runtime.scheduler
         self.sessions = Sessions(self.runtime, self._place_again)
         self.scheduler.blocked = self.sessions.blocked
         self.control = Controls(self.sessions, self.drained, self.stream)
-        self._filters = Pipeline.of(fleet.method).filter is not None  # then also a frozen stream changes
+        self._filters = Pipeline.of(self.fleet.method).filter is not None  # then also a frozen stream changes
         self._alarms: deque[Event] = deque()  # appended in the thread that steps, taken out on the event loop
         self._chores: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -72,8 +74,11 @@ class Worker:
     async def start(self) -> None:
         """Begin to serve, in the running event loop."""
         self._accepting = True
-        self.fleet.listeners.append(self._alarms.append)
+        for each in self.fleet.fleets.values():
+            each.listeners.append(self._alarms.append)
         chores: list[tuple[Callable[[], Any], float]] = [(self.sessions.release_idle, max(0.1, self.policy.idle / 10))]
+        if self.fleet.several:
+            chores.append((self.control.moves.collect, max(0.1, min(60.0, self.policy.keep_moved / 10))))
         if self.store is not None:
             chores += [(self.write_round, self.policy.write_every), (self.sessions.renew, self.policy.renew)]
         self._chores = [asyncio.get_running_loop().create_task(self._repeat(*chore)) for chore in chores]
@@ -123,8 +128,9 @@ class Worker:
                 self.log.add("not-stored", "it was not stored, and goes on from its last stored state", session.name)
         if self._timer is not None:
             self._timer.cancel()
-        with contextlib.suppress(ValueError):  # it was not started
-            self.fleet.listeners.remove(self._alarms.append)
+        for each in self.fleet.fleets.values():
+            with contextlib.suppress(ValueError):  # it was not started
+                each.listeners.remove(self._alarms.append)
         self.runtime.close()
 
     async def drained(self, stream: str | None = None) -> None:
@@ -152,8 +158,11 @@ class Worker:
         deadline: float | None = None,
         learn: bool = True,
         user: Principal | None = None,
+        version: str | None = None,
     ) -> InferResult:
         """Predict images (B, ...) in [0, 1], and let their stream learn from them; see `InferRequest`.
+
+        Another ``version`` than the stream's predicts with its source model, and the stream does not learn.
 
         Users share the model, and open streams as far as they may; None may everything.
         ``deadline`` is a time of the event loop: `Unavailable` is raised if the answer cannot be there by then.
@@ -164,7 +173,7 @@ class Worker:
         if deadline is None:
             deadline = math.inf if self.policy.deadline is None else now + self.policy.deadline
         share, reply = 1.0 if user is None else user.token.learning_share, asyncio.get_running_loop().create_future()
-        job = Job(stream, images, now, deadline, learn, request_id, user, share, reply)
+        job = Job(stream, images, now, deadline, learn, request_id, user, share, reply, version=version)
         try:
             await self._place(job)
             result: InferResult = await job.reply
@@ -188,7 +197,7 @@ class Worker:
                 left = None if job.deadline == math.inf else job.deadline - self.clock()
                 try:
                     async with asyncio.timeout(left):
-                        session = await self.sessions.open(check_stream_name(job.stream), job.user)
+                        session = await self.sessions.open(check_stream_name(job.stream), job.user, job.version)
                 except TimeoutError:
                     raise Unavailable("the stream could not be opened in time", 1.0) from None
                 if job.reply.done():
@@ -198,7 +207,8 @@ class Worker:
             id = job.request_id
             unlearned = (each.request_id for each in self.scheduler.unlearned(session.name))
             repeated = id is not None and (id in session.recent or id in unlearned)
-            job.learn = job.learn and not repeated and self.sessions.blocked(session.name) is None
+            own = job.version in (None, self.fleet.version_of(session.name))
+            job.learn = job.learn and own and not repeated and self.sessions.blocked(session.name) is None
         if self._stopped:
             raise Unavailable("the server stops", 1.0)
         for displaced, error in self.scheduler.offer(job, self.clock()).items():
@@ -217,10 +227,12 @@ class Worker:
             for job, error in late.items():
                 _refuse(job, error)
             if jobs:
-                self.runtime.run("predict", partial(predict, self.fleet, jobs)).add_done_callback(self._predicted)
+                self.runtime.run("predict", partial(predict_versions, self.fleet, jobs)).add_done_callback(
+                    self._predicted
+                )
             if jobs := self.scheduler.next_step(now):
                 self.metrics.batch_streams.observe(len(jobs))
-                work = partial(step, self.fleet, jobs, self.runtime.after_commit)
+                work = partial(step_versions, self.fleet, jobs, self.runtime.after_commit)
                 self.runtime.run("step", work).add_done_callback(self._stepped)
         if self._timer is not None:
             self._timer.cancel()
@@ -236,7 +248,7 @@ class Worker:
         self.metrics.step_seconds.observe(now - running.since)
         for job, outcome in zip(running.jobs, future.result(), strict=True):
             session = self.sessions.by_name.get(job.stream or "")
-            if session is not None and isinstance(outcome, InferResult):
+            if session is not None and isinstance(outcome, InferResult) and outcome.clock is not None:
                 lost = self.store is not None and session.claim is None  # during the step: it will not be stored
                 before = session.clock
                 # A report that could not be read holds the steps alone; the step is committed all the same.
@@ -245,6 +257,7 @@ class Worker:
                 with self.runtime.after_commit.isolated("what changed in its health", session.name):
                     self._note_health(session, report)
                 session.note_report(report, changed=None if report.get("frozen") and not self._filters else now)
+                self.control.moves.note_estimate(session)
                 if job.request_id is not None:
                     session.recent.append(job.request_id)
                 # A frozen stream, or one whose images were all bad, has the clock from before.
@@ -265,6 +278,7 @@ class Worker:
                     continue
                 self.metrics.alarm_began(event.kind)
                 self.log.add(f"alarm-{event.kind}", event.words, str(event.stream), logging.DEBUG, **numbers)
+                self.control.moves.note_alarm(str(event.stream), event.kind)
         self.scheduler.step_done(now)
         self._advance()
 
@@ -302,6 +316,7 @@ class Worker:
             job.reply.set_result(outcome)
             self.metrics.requests[kind].inc()
             self.metrics.images += job.size
+            self.metrics.version_images[outcome.version] += job.size
             self.metrics.request_seconds.observe(now - job.arrived)
             self.metrics.queue_seconds.observe(job.launched - job.arrived)
 
@@ -348,9 +363,12 @@ class Worker:
 
     def _describe(self, session: StreamSession) -> dict[str, Any]:
         now, queue = self.clock(), self.scheduler.queues.get(session.name)
+        version = self.fleet.version_of(session.name)
         return session.report | {
             "name": session.name,
             "state": self._state(session),
+            "version": version if session.loaded else None,
+            "moved": session.kept is not None and session.kept.place == BEFORE,
             "clock": session.clock,
             "generation": session.generation,
             "received": session.images,
@@ -359,7 +377,7 @@ class Worker:
             "lag": session.lag(now),
             "queued": 0 if queue is None else len(queue.jobs),
             "idle": now - session.used,
-            "snapshots": [snapshot.clock for snapshot in session.snapshots],
+            "snapshots": [each.clock for each in session.snapshots if each.version == version],
         }
 
     def _state(self, session: StreamSession) -> str:
@@ -369,6 +387,11 @@ class Worker:
         if session.resting:
             return "resting"
         return "frozen" if session.report.get("frozen") else self.sessions.blocked(session.name) or "learning"
+
+    def _streams_by_version(self) -> dict[str, int]:
+        """Return how many streams that are open here are in each version."""
+        loaded = [session.name for session in self.sessions.by_name.values() if session.loaded]
+        return dict.fromkeys(self.fleet.names, 0) | Counter(map(self.fleet.version_of, loaded))
 
     async def stored(self, prefix: str = "", after: str = "") -> list[str]:
         """Return the names of streams in the store that begin so and come after one, in order: at most `PAGE`."""
@@ -408,66 +431,11 @@ class Worker:
             gauge("tribe_learning_dropped_total", dropped, scheduler.dropped, "reason", CounterMetricFamily),
             gauge("tribe_unlearned_images_total", unlearned, scheduler.only_predicted, kind=CounterMetricFamily),
         ]
+        current += self.metrics.of_versions(self._streams_by_version())
         if streams:
             some = list(sessions)[: self.policy.stream_metrics]
             current += self.metrics.stream_gauges({session.name: self._describe(session) for session in some})
         return self.metrics.text([*current, *more])
-
-
-# -- batches, in a thread ----------------------------------------------------------------------------------------------
-
-
-def step(fleet: Fleet, jobs: list[Job], after: AfterCommit) -> list[Outcome]:
-    """Step the streams of these requests together; if that fails, one by one, so that only the culprit fails.
-
-    The steps of a result are committed: the request does not fail if a report cannot be read.
-    """
-    try:
-        # The streams are held: nobody promotes or demotes them before the step, which may demote them after it.
-        answered = {str(job.stream): who_answers(fleet.in_shadow(str(job.stream))) for job in jobs}
-        logits = fleet({str(job.stream): job.images for job in jobs})
-    except Exception as error:
-        return [error] if len(jobs) == 1 else [step(fleet, [job], after)[0] for job in jobs]
-    reports = after.reports(fleet, logits, look=True)
-    return [
-        InferResult(logits[name], clock=reports[name].get("steps"), health=reports[name], answered=answered[name])
-        for name in logits
-    ]
-
-
-def predict(fleet: Fleet, jobs: list[Job]) -> list[Outcome]:
-    """Predict these requests together, at most one of a stream; if that fails, one by one."""
-    results: dict[Job, InferResult] = {}
-    of_streams = {str(job.stream): job for job in jobs if job.stream is not None and not job.source}
-    of_source: dict[Any, list[Job]] = {}
-    for job in jobs:
-        if job.stream is None or job.source:
-            of_source.setdefault((job.images.shape[1:], job.images.dtype), []).append(job)
-    try:
-        if of_streams:
-            infos = fleet.info_many(of_streams)  # before the prediction: a step may end meanwhile
-            shadow = {name: info.shadow for name, info in infos.items()}  # which may change meanwhile, too
-            logits = fleet.predict({name: job.images for name, job in of_streams.items()}, shadow=shadow)
-            for name, job in of_streams.items():
-                clock, facts, answered = infos[name].steps, facts_of(infos[name]), who_answers(shadow[name])
-                results[job] = InferResult(logits[name], clock=clock, health=facts, answered=answered)
-        for group in of_source.values():
-            together = fleet.predict_source(torch.cat([job.images for job in group]))
-            for job, own in zip(group, together.split([job.size for job in group]), strict=True):
-                results[job] = InferResult(own, answered="source")
-    except Exception as error:
-        return [error] if len(jobs) == 1 else [predict(fleet, [job])[0] for job in jobs]
-    return [results[job] for job in jobs]
-
-
-def who_answers(shadow: bool) -> Literal["adapted", "source"]:
-    """Return which model answers for a stream that is in shadow or not."""
-    return "source" if shadow else "adapted"
-
-
-def is_shadowed(outcome: Outcome) -> bool:
-    """Return whether the source has answered a request."""
-    return isinstance(outcome, InferResult) and outcome.answered == "source"
 
 
 def _refuse(job: Job, error: Exception) -> None:

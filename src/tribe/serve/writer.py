@@ -10,21 +10,20 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 
-from tribe.serve.errors import NotStored, as_serve_error
+from tribe.serve.errors import NotOwner, NotStored, as_serve_error
 from tribe.serve.runtime import Runtime, StreamSession
 from tribe.serve.store import Fenced, StoreDown, StreamStore, Write
 
 TOGETHER = 64  # most streams that are held at the same time
 
+OnFenced = Callable[[StreamSession, str], Awaitable[None]]
 Captured = tuple[StreamSession, Write]  # a stream, and its state as bytes with what belongs to it
 
 
 class Writer:
     """Stores the states of owned streams; ``on_fenced`` is called with one that another worker owns now, and why."""
 
-    def __init__(
-        self, runtime: Runtime, store: StreamStore, on_fenced: Callable[[StreamSession, str], Awaitable[None]]
-    ) -> None:
+    def __init__(self, runtime: Runtime, store: StreamStore, on_fenced: OnFenced) -> None:
         self.runtime, self.policy, self.store, self._on_fenced = runtime, runtime.policy, store, on_fenced
         self._lock = asyncio.Lock()  # one write at a time: an older state must not overtake a newer one
         self._size = 0  # bytes of the last state
@@ -53,6 +52,34 @@ class Writer:
         if session.unstorable is not None:
             raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}")
 
+    def exclusive(self) -> asyncio.Lock:
+        """Return a context in which nothing else is written. Enter it before a stream is held, not while it is."""
+        return self._lock
+
+    async def write_held(self, session: StreamSession) -> None:
+        """Store a stream that is held, in the context `exclusive`, as it is; the errors are those of `write`.
+
+        `NotOwner` is raised where another worker owns it.
+        """
+        session.dirty_since = session.dirty_since or self.runtime.clock()
+        try:
+            try:
+                captured = await self._capture_held(session)
+            except Exception as error:
+                self._report_failure(session, error)
+                raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}") from error
+            if captured is not None:
+                await self._store([captured], _raise_fenced)
+        finally:
+            self._unwritten(session)
+        if session.unstorable is not None:
+            raise NotStored(f"stream {session.name!r} cannot be stored: {session.unstorable}")
+
+    def _unwritten(self, session: StreamSession) -> None:
+        """Count a stream that was captured and not stored as changed."""
+        if session.writing_since is not None:
+            session.dirty_since, session.writing_since = session.writing_since, None
+
     async def _write(self, group: Sequence[StreamSession]) -> int:
         """Store streams, and return how many bytes. All are held at the same time: else each would wait for a step."""
         async with self._lock:
@@ -67,23 +94,26 @@ class Writer:
                 return await self._store(good) if good else 0
             finally:  # what was captured and not stored counts as changed: `stop` cancels a round anywhere
                 for session in group:
-                    if session.writing_since is not None:
-                        session.dirty_since, session.writing_since = session.writing_since, None
+                    self._unwritten(session)
 
     async def _capture(self, session: StreamSession) -> Captured | None:
         """Return the state of a stream as bytes, with what belongs to it; None: there is nothing to store."""
         if session.claim is None:
             return None
         async with self.runtime.hold(session.name):
-            if session.dirty_since is None or session.claim is None:
-                return None
-            blob = await self.runtime.run("writer", lambda: self.runtime.fleet.to_bytes(session.name))
-            if session.claim is None:  # lost meanwhile
-                return None
-            session.writing_since, session.dirty_since = session.dirty_since, None
-            return session, Write(session.claim, blob, session.clock, tuple(session.recent))
+            return await self._capture_held(session)
 
-    async def _store(self, captured: Sequence[Captured]) -> int:
+    async def _capture_held(self, session: StreamSession) -> Captured | None:
+        """Capture a stream that is held."""
+        if session.dirty_since is None or session.claim is None:
+            return None
+        blob = await self.runtime.run("writer", lambda: self.runtime.fleet.to_bytes(session.name))
+        if session.claim is None:  # lost meanwhile
+            return None
+        session.writing_since, session.dirty_since = session.dirty_since, None
+        return session, Write(session.claim, blob, session.clock, tuple(session.recent), session.keep)
+
+    async def _store(self, captured: Sequence[Captured], on_fenced: OnFenced | None = None) -> int:
         """Store captured states in one transaction, and return how many bytes."""
         try:
             refused = await self.runtime.run("writer", partial(self.store.write, [write for _, write in captured]))
@@ -96,7 +126,7 @@ class Writer:
         for session, write in captured:
             reason = refused.get(session.name)
             if reason is None:
-                session.writing_since = session.unstorable = None
+                session.writing_since = session.unstorable = session.keep = None
                 self._size = len(write.blob)
                 self.runtime.metrics.writes.inc()
                 self.runtime.metrics.write_bytes.inc(len(write.blob))
@@ -105,7 +135,9 @@ class Writer:
                 session.writing_since = None
                 if session.claim is None or session.claim.generation == write.claim.generation:
                     self.runtime.metrics.fenced.inc()
-                    await self._on_fenced(session, str(reason))  # else it was claimed anew, and this state was replaced
+                    await (on_fenced or self._on_fenced)(
+                        session, str(reason)
+                    )  # else it was claimed anew, and this state was replaced
             else:
                 self._report_failure(session, reason)  # and it counts as changed again
         return written
@@ -127,3 +159,7 @@ class Writer:
         if self._failures == 1:
             words = "the store fails. Streams go on; their learning is not stored until it works again"
             self.runtime.events.add("store-down", words, level=logging.ERROR, error=error)
+
+
+async def _raise_fenced(session: StreamSession, why: str) -> None:
+    raise NotOwner(f"another worker has claimed stream {session.name!r} at this moment; nothing was changed")

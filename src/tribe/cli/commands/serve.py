@@ -1,8 +1,9 @@
 """``tribe serve``: serve one network to many streams over HTTP and gRPC. Without options: real digits, locally."""
 
 import logging
+import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network, is_untrained, method_name
-from tribe.cli.options import Device, Weights, parse_overrides
+from tribe.cli.options import Device, parse_overrides
 from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
 from tribe.data.images import image_size, is_image_file, read_images
@@ -52,6 +53,16 @@ Settings = Annotated[
         "guard.images=FOLDER: clean images to fit it to), see docs/serving.md. Repeatable.",
     ),
 ]
+Versions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--weights",
+        help="Weights of the network, safetensors or a state dict. Repeated, with names, versions side by side, the "
+        "first for new streams: 1=OLD.safetensors 2=NEW.safetensors, or 2=FILE,HEALTH with a calibration or a prepared "
+        "file of its own; docs/deploying.md shows how streams move.",
+        show_default="in the package, or those of a custom network",
+    ),
+]
 Health = Annotated[
     Path | None,
     typer.Option(
@@ -77,7 +88,7 @@ def serve(
             show_default="the embedded network of digits",
         ),
     ] = None,
-    weights: Weights = None,
+    weights: Versions = None,
     method: MethodName = None,
     data: Data = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: reached by other machines.")] = "127.0.0.1",
@@ -113,6 +124,7 @@ def serve(
         from tribe.serve import Server
         from tribe.serve.config import Limits, Policy
         from tribe.serve.server import is_loopback
+        from tribe.serve.versions import network_of
 
         ready = None if prepared is None else tribe.Prepared.load(prepared)
         if ready is not None and (method is not None or guard or health is not None):
@@ -124,13 +136,14 @@ def serve(
             )
         chosen = method_name(method or "tribe")
         fields = parse_overrides(settings, [chosen, *PARTS])
-        net, image_shape = _network(model, weights)
+        first, *others = _named_weights(weights or [])
+        net, image_shape = _network(model, first.file)
         options: dict[str, Any] = {
             "name": model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
             "shape": image_shape,
             "data": data,
             "guard": _guard(net, chosen, guard, fields["guard"], image_shape),
-            "health": False if health is None else health,
+            "health": health or first.health or False,
             "shadow": shadow,
             "policy": _build(Policy, "policy", fields["policy"]),
             "host": host,
@@ -141,15 +154,18 @@ def serve(
         }
         if ready is not None:
             options |= {"shape": ready.inputs.shape, "labels": ready.class_names} | fields["server"]
+        versions = {first.name: net} | _further(model, others, ready or chosen, options, fields[chosen])
         if isinstance(names := options.get("host_names"), str):
             options["host_names"] = names.split(",")
         place = choose_device(device)
         if ray is not None:
             if grpc_port is not None or tls is not None:
                 raise ValueError("with --ray, Ray listens: HTTP alone, without TLS. Put a proxy in front of it")
-            _serve_on_ray(net, ready or chosen, port, options | {"workers": ray, "device": place.type})
+            _serve_on_ray(versions, ready or chosen, port, options | {"workers": ray, "device": place.type})
             return
-        server = Server(net.to(place), ready or chosen, port=port, grpc_port=grpc_port, tls=tls, **options)
+        for each in versions.values():
+            network_of(each).to(place)
+        server = Server(versions, ready or chosen, port=port, grpc_port=grpc_port, tls=tls, **options)
         if server.service.access.is_open and not is_loopback(server.host):
             print_message("warning", NO_TOKENS)
         server.run(lambda: typer.echo(_where(server, data)))
@@ -190,13 +206,61 @@ def _clean_images(folder: Path, shape: tuple[int, ...] | None) -> Tensor:
     return images.mean(1, keepdim=True) if shape is not None and shape[0] == 1 else images
 
 
+class NamedWeights(NamedTuple):
+    """A value of --weights."""
+
+    name: str  # of the version
+    file: Path | None
+    health: Path | None = None  # its calibration
+
+
+def _named_weights(given: list[str]) -> list[NamedWeights]:
+    """Return the versions that --weights names; without a name, or without --weights, it is version 1."""
+    found: list[NamedWeights] = []
+    for each in given:
+        match = re.fullmatch(r"([\w.-]+)=([^,]+)(?:,(.+))?", each)
+        if match is None and len(given) > 1:
+            raise ValueError(f"--weights {each}: several are versions, each NAME=FILE, such as 2=weights2.safetensors")
+        if match is None:
+            return [NamedWeights("1", Path(each))]
+        name, file, health = match.groups()
+        if name in [other.name for other in found]:
+            raise ValueError(f"--weights {each}: each version has a name of its own, and {name} is taken")
+        found.append(NamedWeights(name, Path(file), None if health is None else Path(health)))
+    return found or [NamedWeights("1", None)]
+
+
+def _further(
+    model: str,
+    given: list[NamedWeights],
+    method: str | tribe.Prepared,
+    options: dict[str, Any],
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the versions after the first: networks, or fleets with a calibration of their own."""
+    found: dict[str, Any] = {}
+    for name, file, health in given:
+        prepared = isinstance(method, tribe.Prepared)
+        if (health is None) == (prepared or bool(options["health"])):
+            words = f"all versions have a calibration or a prepared file ({name}=FILE,HEALTH), or none has one"
+            raise ValueError(f"--weights {name}={file}: {words}")
+        net, _ = _network(model, file)
+        found[name] = net
+        if health is not None and prepared:
+            found[name] = tribe.fleet(net, health, shadow=options["shadow"])
+        elif health is not None:
+            shared = {name: options[name] for name in ("guard", "shadow")}
+            found[name] = tribe.fleet(net, method, health=health, **shared, **fields)
+    return found
+
+
 def _build(kind: type[Any], part: str, fields: dict[str, Any]) -> Any:
     if unknown := sorted(fields.keys() - kind.__dataclass_fields__.keys()):
         raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(kind.__dataclass_fields__)}")
     return kind(**fields)
 
 
-def _serve_on_ray(net: nn.Module, method: str | tribe.Prepared, port: int, options: dict[str, Any]) -> None:
+def _serve_on_ray(versions: dict[str, Any], method: str | tribe.Prepared, port: int, options: dict[str, Any]) -> None:
     from tribe.serve import replicas
     from tribe.serve.store import shown_place
 
@@ -208,7 +272,7 @@ def _serve_on_ray(net: nn.Module, method: str | tribe.Prepared, port: int, optio
         rest = f"with {options['workers']} workers on Ray; streams are in {place}; Ctrl-C stops it"
         typer.echo(f"tribe serves {options['name']} on {url} {rest}")
 
-    replicas.run(replicas.application(net, method, **options), options["host"], port, ready)
+    replicas.run(replicas.application(versions, method, **options), options["host"], port, ready)
     typer.echo("stopped; workers log the streams that they could not store")
 
 
@@ -238,4 +302,5 @@ def _where(server: Any, data: str | None) -> str:
 
         place = f"streams are in {shown_place(data)}"
     model = server.service.model
-    return f"tribe serves {model.name} ({model.method}) on {server.url}{grpc}; {place}; Ctrl-C stops it"
+    which = f", versions {', '.join(model.versions)}" if len(model.versions) > 1 else ""
+    return f"tribe serves {model.name} ({model.method}{which}) on {server.url}{grpc}; {place}; Ctrl-C stops it"

@@ -32,7 +32,11 @@ from tribe.fields import require
 REDIS = ("redis://", "rediss://", "unix://")  # how the address of a Redis server begins
 ADDRESS = re.compile(r"/.*|(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:[0-9]+)?(/[0-9]*)?")  # of a Redis server, without credentials
 PAGE = 1000  # entries that `list` returns by default
-CURRENT, PREVIOUS = "current", "previous"  # the two states of a stream that are stored
+CURRENT, PREVIOUS = "current", "previous"  # the last two states of a stream that were written
+BEFORE = "before"  # the state before the stream moved to another version of the network
+UNDONE = "undone"  # the state that the stream had before it went back
+KEPT = (BEFORE, UNDONE)  # at most one of them is stored
+PLACES = (CURRENT, PREVIOUS, *KEPT)
 
 
 class Claim(NamedTuple):
@@ -64,6 +68,14 @@ class Write(NamedTuple):
     blob: bytes  # the bytes of a state file
     clock: int  # of the state; within a generation it never falls
     requests: Sequence[str]  # ids of the last requests that the state has learned from
+    keep: str | None = None  # one of `KEPT`: a current state of an earlier generation stays there, instead of the last
+
+
+class Kept(NamedTuple):
+    """A state that stays after a stream has moved to another version, or has gone back."""
+
+    place: str  # one of `KEPT`
+    age: float  # seconds since it was kept, by the store's clock
 
 
 class Stored(NamedTuple):
@@ -150,7 +162,7 @@ class StreamStore(ABC):
         """Store the blobs, which the ledger does not name yet."""
         uploads: dict[str, tuple[Write, StateRecord]] = {}
         for write in writes:
-            claim, blob, clock, requests = write
+            claim, blob, clock, requests, _ = write
             require(claim.stream not in uploads, "each write is of another stream", claim.stream)
             name = f"{stream_hash(claim.stream)}-{claim.generation}-{clock}-{secrets.token_hex(8)}.state"
             record = StateRecord(claim.generation, clock, json.dumps(list(requests)), name, len(blob), 0.0)
@@ -165,14 +177,14 @@ class StreamStore(ABC):
     def _commit(self, uploads: Uploads) -> Refusals:
         """Name the blobs in the ledger where claim and clock allow it, and remove the blobs that have no name."""
 
-    def read(self, stream: str, *, previous: bool = False) -> Stored | None:
-        """Read the last state of a stream, or the one before it; return None if there is none.
+    def read(self, stream: str, *, previous: bool = False, place: str | None = None) -> Stored | None:
+        """Read the last state of a stream, the one before it, or that at another place; None: there is none.
 
         Raises:
             StoreDamaged: the state is not there as it was written. Only its size is checked here: the blob is a state
                 file, which holds a digest of its content.
         """
-        place = PREVIOUS if previous else CURRENT
+        place = place or (PREVIOUS if previous else CURRENT)
         record = self._find(stream, place)
         while record is not None:
             try:
@@ -192,9 +204,24 @@ class StreamStore(ABC):
                 record = again  # its owner has replaced it, and removed the blob, in the meantime
         return None
 
+    def kept(self, stream: str) -> Kept | None:
+        """Return which state of a stream is kept beside the last two; None: none."""
+        for place in KEPT:
+            if (record := self._find(stream, place)) is not None:
+                return Kept(place, self.now() - record.written)
+        return None
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the time of the store's clock."""
+
+    @abstractmethod
+    def forget(self, claim: Claim) -> None:
+        """Remove the state that is kept beside the last two. A claim that is not current changes nothing."""
+
     @abstractmethod
     def _find(self, stream: str, place: str) -> StateRecord | None:
-        """Return the ledger's record of a state; ``place`` is `CURRENT` or `PREVIOUS`."""
+        """Return the ledger's record of a state; ``place`` is one of `PLACES`."""
 
     @abstractmethod
     def _fetch(self, stream: str, record: StateRecord) -> bytes:

@@ -73,8 +73,24 @@ local function chunks(key, place, blobs)
   return keys
 end
 
-local function remove(keys)
-  for _, key in ipairs(keys) do redis.call('UNLINK', key) end
+local function named(key, blobs)
+  local found = {}
+  for _, place in ipairs({'current', 'previous', 'before', 'undone'}) do
+    for _, chunk in ipairs(chunks(key, place, blobs)) do found[chunk] = true end
+  end
+  return found
+end
+
+local function remove(old, new)
+  for key in pairs(old) do
+    if not new[key] then redis.call('UNLINK', key) end
+  end
+end
+
+local function forget(key)
+  for _, field in ipairs(redis.call('HKEYS', key)) do
+    if field:sub(1, 7) == 'before:' or field:sub(1, 7) == 'undone:' then redis.call('HDEL', key, field) end
+  end
 end
 """
 SCRIPTS = {
@@ -112,7 +128,8 @@ if is_current(KEYS[1], ARGV[1], ARGV[2]) then
   redis.call('HDEL', KEYS[1], 'owner')
 end
 """,
-    # KEYS: the stream, chunks of the blob. ARGV: owner, generation, clock, blob, now, prefix of blobs, fields
+    # KEYS: the stream, chunks of the blob. ARGV: owner, generation, clock, blob, now, prefix of blobs,
+    # where the current state stays (empty: nowhere), fields
     "commit": """
 if redis.call('HGET', KEYS[1], 'current:blob') == ARGV[4] then return {'written'} end
 if not is_current(KEYS[1], ARGV[1], ARGV[2]) then return fenced(KEYS[1]) end
@@ -121,15 +138,24 @@ if before[1] == ARGV[2] and tonumber(ARGV[3]) < tonumber(before[2]) then return 
 for i = 2, #KEYS do
   if redis.call('EXISTS', KEYS[i]) == 0 then return {'gone'} end
 end
-local old_chunks = chunks(KEYS[1], 'previous', ARGV[6])
-for i = 7, #ARGV, 2 do
+local old_chunks, written = named(KEYS[1], ARGV[6]), string.format('%.6f', time(ARGV[5]))
+local keeps = ARGV[7] ~= '' and before[1] and before[1] ~= ARGV[2]
+if keeps then
+  redis.call('HSET', KEYS[1], 'current:written', written)
+  forget(KEYS[1])
+  redis.call('HSET', KEYS[1], ARGV[7] .. ':written', written)
+end
+for i = 8, #ARGV, 2 do
   local old = redis.call('HGET', KEYS[1], 'current:' .. ARGV[i])
-  if old then redis.call('HSET', KEYS[1], 'previous:' .. ARGV[i], old) end
+  if old then
+    redis.call('HSET', KEYS[1], 'previous:' .. ARGV[i], old)
+    if keeps and ARGV[i] ~= 'written' then redis.call('HSET', KEYS[1], ARGV[7] .. ':' .. ARGV[i], old) end
+  end
   redis.call('HSET', KEYS[1], 'current:' .. ARGV[i], ARGV[i + 1])
 end
-redis.call('HSET', KEYS[1], 'current:written', string.format('%.6f', time(ARGV[5])))
+redis.call('HSET', KEYS[1], 'current:written', written)
 for i = 2, #KEYS do redis.call('PERSIST', KEYS[i]) end
-remove(old_chunks)
+remove(old_chunks, named(KEYS[1], ARGV[6]))
 return {'written'}
 """,
     # KEYS: the stream, all streams. ARGV: owner, generation, name, prefix of blobs
@@ -139,13 +165,20 @@ if not is_current(KEYS[1], ARGV[1], ARGV[2]) then
   if not left[1] and left[2] == ARGV[2] then return {'deleted'} end
   return fenced(KEYS[1])
 end
-remove(chunks(KEYS[1], 'current', ARGV[4]))
-remove(chunks(KEYS[1], 'previous', ARGV[4]))
+remove(named(KEYS[1], ARGV[4]), {})
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
   if field ~= 'generation' then redis.call('HDEL', KEYS[1], field) end
 end
 redis.call('ZREM', KEYS[2], ARGV[3])
 return {'deleted'}
+""",
+    # KEYS: the stream. ARGV: owner, generation, prefix of blobs
+    "forget": """
+if is_current(KEYS[1], ARGV[1], ARGV[2]) then
+  local old_chunks = named(KEYS[1], ARGV[3])
+  forget(KEYS[1])
+  remove(old_chunks, named(KEYS[1], ARGV[3]))
+end
 """,
 }
 
@@ -205,7 +238,15 @@ class RedisStore(StreamStore):
         refused = store.Refusals()
         for stream, (write, record) in uploads.items():
             claim, keys = write.claim, [self._stream(stream), *self._chunks(record)]
-            values = claim.owner, claim.generation, record.clock, record.blob, self._time(), self._blob("")
+            values = (
+                claim.owner,
+                claim.generation,
+                record.clock,
+                record.blob,
+                self._time(),
+                self._blob(""),
+                write.keep or "",
+            )
             fields = record._asdict() | {"chunks": len(keys) - 1}
             answer, *found = self._run("commit", keys, *values, *(part for item in fields.items() for part in item))
             if answer == b"written":
@@ -282,6 +323,18 @@ class RedisStore(StreamStore):
         found = self._run("delete", [self._stream(claim.stream), self._all], *values)
         if found[0] != b"deleted":
             raise store.fenced(claim, *_holder(*found[1:]))
+
+    def now(self) -> float:
+        """Return the time of the server."""
+        if self._now is not None:
+            return self._now()
+        with self._explained():
+            seconds, micros = self._client.time()
+        return float(seconds + micros / 1e6)
+
+    def forget(self, claim: Claim) -> None:
+        """Remove the state that is kept beside the last two; see `StreamStore.forget`."""
+        self._run("forget", [self._stream(claim.stream)], claim.owner, claim.generation, self._blob(""))
 
     def close(self) -> None:
         """Close the connections. Claims are not released."""

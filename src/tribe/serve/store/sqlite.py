@@ -216,7 +216,7 @@ class SqliteStore(StreamStore):
                     if (error := self._refusal(rows, write)) is not None:
                         refused[stream] = error
                     else:
-                        _place(rows, stream, record._replace(written=self._now()))
+                        _place(rows, stream, record._replace(written=self._now()), write.keep)
                     unnamed -= _named(rows, stream)
         except Exception:
             self._remove_unless_named(uploads)
@@ -291,17 +291,43 @@ class SqliteStore(StreamStore):
             rows.execute("UPDATE streams SET owner = NULL, expires = 0, deleted = 1 WHERE stream = ?", (stream,))
         self._blobs.remove(unnamed)
 
+    def now(self) -> float:
+        """Return the time of the store's clock."""
+        return self._now()
+
+    def forget(self, claim: Claim) -> None:
+        """Remove the state that is kept beside the last two; see `StreamStore.forget`."""
+        with self._ledger.transaction() as rows:
+            if self._fence(rows, claim) is not None:
+                return
+            named = _named(rows, claim.stream)
+            _forget(rows, claim.stream)
+            unnamed = named - _named(rows, claim.stream)
+        self._blobs.remove(unnamed)
+
     def close(self) -> None:
         """Close the ledger. Claims are not released."""
         self._ledger.close()
 
 
-def _place(rows: sqlite3.Connection, stream: str, record: StateRecord) -> None:
-    """Make a state the current one of a stream, and the current one the one before it."""
+def _place(rows: sqlite3.Connection, stream: str, record: StateRecord, keep: str | None = None) -> None:
+    """Make a state the current one of a stream, and the current one the one before it; it may also stay elsewhere."""
     row = (stream, store.CURRENT, *record)
+    current = "FROM states WHERE stream = ? AND place = ? AND generation < ?"
+    earlier = (stream, store.CURRENT, record.generation)  # else it is the same write again
+    if keep is not None and rows.execute(f"SELECT 1 {current}", earlier).fetchone():
+        _forget(rows, stream)
+        kept = "stream, ?, generation, clock, requests, blob, bytes, ?"
+        rows.execute(f"INSERT INTO states SELECT {kept} {current}", (keep, record.written, *earlier))
     rows.execute("DELETE FROM states WHERE stream = ? AND place = ?", (stream, store.PREVIOUS))
-    rows.execute("UPDATE states SET place = ? WHERE stream = ?", (store.PREVIOUS, stream))
+    now = (store.PREVIOUS, stream, store.CURRENT)
+    rows.execute("UPDATE states SET place = ? WHERE stream = ? AND place = ?", now)
     rows.execute(f"INSERT INTO states VALUES ({', '.join('?' * len(row))})", row)
+
+
+def _forget(rows: sqlite3.Connection, stream: str) -> None:
+    """Remove the state that is kept beside the last two."""
+    rows.executemany("DELETE FROM states WHERE stream = ? AND place = ?", [(stream, place) for place in store.KEPT])
 
 
 def _named(rows: sqlite3.Connection, stream: str) -> set[str]:
