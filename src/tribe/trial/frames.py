@@ -96,6 +96,7 @@ class Recording(ABC):
     def __init__(self, place: Path, fit: FrameFit, length: int | None, skip: bool = False) -> None:
         self.place, self.fit, self.length, self.skip = place, fit, length, skip
         self.remarks: list[str] = []
+        self.times: list[int] = []  # of the frames of a video that were played, in units of its time base
         self.size: tuple[int, int] | None = None  # height and width of the frames that were played
 
     @abstractmethod

@@ -18,6 +18,7 @@ CONTAINERS = (  # files of which each holds its frames; a playlist would name ot
     *("hevc", "mjpeg", "m4v", "ivf", "mxf", "nut", "av1"),
 )
 OPTIONS = {"protocol_whitelist": "file", "format_whitelist": ",".join(CONTAINERS)}
+TIMELESS = -(2**62)  # the time of a frame that has none
 PLAUSIBLE = 0.98  # of the frames that a duration promises: durations are rounded
 
 
@@ -39,7 +40,6 @@ class Video(Recording):
         with self._opened() as (_, stream, promised):
             self.length = None if promised is None else -(-promised[0] // every)
             self.base = float(stream.time_base or 0)
-        self.times: list[int | None] = []  # of each frame that was played, in units of the time base
 
     def read(self) -> Iterator[ReadFrame]:
         """Decode the video from its beginning."""
@@ -51,7 +51,7 @@ class Video(Recording):
                     damaged += 1
                     continue
                 if count % self.every == 0:
-                    self.times.append(frame.pts)
+                    self.times.append(TIMELESS if frame.pts is None else frame.pts)
                     yield ReadFrame(self._pixels(frame))
                 count += 1
         if damaged:
@@ -68,7 +68,7 @@ class Video(Recording):
         """Decode one frame that was played: from the key frame before it, or from the beginning."""
         wanted = self.times[index]
         with self._opened() as (container, stream, _):
-            if wanted is None:
+            if wanted == TIMELESS:
                 for i, frame in enumerate(one for one in self._decoded(container, stream) if one is not None):
                     if i == index * self.every:
                         return self._pixels(frame)
@@ -82,10 +82,9 @@ class Video(Recording):
 
     def name(self, index: int) -> str:
         """Return its time."""
-        time = self.times[index] if index < len(self.times) else None
-        if time is None or not self.base:
+        if index >= len(self.times) or self.times[index] == TIMELESS or not self.base:
             return ""
-        minutes, seconds = divmod(round(time * self.base, 3), 60)
+        minutes, seconds = divmod(round(self.times[index] * self.base, 3), 60)
         return f"{int(minutes)}:{seconds:06.3f}"
 
     def digest(self) -> str:
