@@ -94,7 +94,8 @@ def play(
             "batch": batch,
         },
         network=adapter.net.fingerprint(),
-        method=repr(adapter.method),
+        method=adapter.method.name,
+        settings=settings_of(adapter),
         classes=tuple(names),
         columns=Columns(**joined, times=np.array(recording.times, np.int64)),
         windows=tuple(windows),
@@ -105,6 +106,11 @@ def play(
         error=error,
         matters=matters,
     )
+
+
+def settings_of(adapter: Adapter) -> str:
+    """Return the settings of an adapter's method as text, by which the same ones are recognised."""
+    return repr(adapter.method)
 
 
 @torch.inference_mode()

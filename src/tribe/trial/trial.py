@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,7 @@ class Trial:
     recording: Mapping[str, Any]  # where it is, the digest of its frames, how they were read
     network: str  # fingerprint
     method: str
+    settings: str  # of the method, as text
     classes: tuple[str, ...]  # names; numbers if none are known
     columns: Columns = field(repr=False)
     windows: tuple[EstimatedWindow, ...]  # estimates, every 500 frames
@@ -148,12 +150,13 @@ class Trial:
             "differing": len(self.differing),
             "estimates": {name: None if one is None else one._asdict() for name, one in estimates.items()},
             "cost": {"source": self.seconds[0], "adapted": self.seconds[1], "ratio": self.ratio},
-            "alarms": [event._asdict() for event in self.events],
+            "alarms": [_plain(event) for event in self.events],
             "remarks": list(self.remarks),
             "labels": len(self.labels),
             "recording": dict(self.recording),
             "network": self.network,
             "method": self.method,
+            "settings": self.settings,
         }
 
     def save(self, folder: str | PathLike[str]) -> None:
@@ -187,7 +190,7 @@ class Trial:
             raise ValueError(f"{table} is not the table of {place}: it is missing, damaged or of another trial. {ADVICE}")
         columns = Columns(**read_npz(table))
         return Trial(
-            **{name: known[name] for name in ("recording", "network", "method", "seed", "error", "matters")},
+            **{name: known[name] for name in KEPT},
             classes=tuple(known["classes"]),
             columns=columns,
             windows=tuple(EstimatedWindow(end, _as_estimate(a), _as_estimate(s)) for end, a, s in known["windows"]),
@@ -205,6 +208,11 @@ def check_label(frame: int, label: int, frames: int, classes: Sequence[str]) -> 
         raise ValueError(f"frame {frame}: there is no class {label}; expected 0 to {len(classes) - 1}")
 
 
+def _plain(event: Event) -> dict[str, Any]:
+    numbers = {name: value for name, value in event.numbers.items() if math.isfinite(value)}
+    return {**event._asdict(), "numbers": numbers}
+
+
 def _as_estimate(numbers: Sequence[float] | None) -> Estimate | None:
     return None if numbers is None else Estimate(*numbers)
 
@@ -217,10 +225,12 @@ def _is_window(window: Any) -> bool:
     )
 
 
+KEPT = ("recording", "network", "method", "settings", "seed", "error", "matters")
 SCHEMA: dict[str, Any] = {
     "recording": {"place": str, "digest": str, ...: object},
     "network": str,
     "method": str,
+    "settings": str,
     "table": str,
     "classes": [str],
     "windows": [Where(list, _is_window, "the end of a window and two estimates")],

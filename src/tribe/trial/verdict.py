@@ -47,31 +47,32 @@ class GainVerdict:
         check_fields(self)
 
     @property
-    def words(self) -> str:
-        """The verdict as a sentence without a full stop."""
-        low, high, of = 100 * self.low, 100 * self.high, f"on these {self.frames:,} frames"
+    def headline(self) -> str:
+        """The answer as a short sentence, without a full stop."""
+        low, high = 100 * self.low, 100 * self.high
         if self.answer == "helps":
-            return f"adapting helps by {_points(low, high)} {of}"
+            return f"Adapting helps by {_points(low, high)}"
         if self.answer == "harms":
-            return f"adapting harms by {_points(-high, -low)} {of}"
-        between = f"the gain is between {low:+.1f} and {high:+.1f} points {of}"
+            return f"Adapting harms by {_points(-high, -low)}"
         if self.answer == "no difference that matters":
-            return f"adapting makes no difference that matters: {between}"
-        return f"undecided after {self.labels} labels: {between}; {self.words_of_more}"
+            return "Adapting makes no difference that matters"
+        if self.more is None:
+            return f"Not decided: it takes more than {FARTHEST:,} labels"
+        more, most = rounded(self.more), 0 if self.most is None else rounded(self.most)
+        close = f", {most:,} if it is close" if most > more else ""
+        return f"Not decided: about {more:,} labels{' more' if self.labels else ''}{close}"
 
     @property
-    def words_of_more(self) -> str:
-        """How many labels are missing, in words; empty once it is decided."""
-        if self.answer != "undecided":
-            return ""
-        if self.more is None:
-            return f"more than {FARTHEST:,} labels more"
-        more, most = rounded(self.more), 0 if self.most is None else rounded(self.most)
-        return f"about {more} labels more" + (f", {most} if it is close" if most > more else "")
+    def words(self) -> str:
+        """The verdict as a sentence with all numbers, without a full stop."""
+        between = f"the gain is between {100 * self.low:+.1f} and {100 * self.high:+.1f} points"
+        known = "" if self.answer in ("helps", "harms") else f"; {between}"
+        labels = f"{self.labels} label{'' if self.labels == 1 else 's'}"
+        return f"{self.headline} on these {self.frames:,} frames ({labels}){known}"
 
     def json(self) -> dict[str, Any]:
         """Return the fields and the words, as plain data."""
-        return {**dataclasses.asdict(self), "words": self.words}
+        return {**dataclasses.asdict(self), "headline": self.headline, "words": self.words}
 
 
 def decide(
@@ -92,8 +93,8 @@ def decide(
         error: The share of recordings whose interval may ever exclude the true gain.
         matters: The least gain or loss of accuracy that matters, as a share.
 
-    >>> decide([], 0, 500).answer, decide([1] * 20, 400, 500).words
-    ('no difference that matters', 'adapting helps by 24.6 to 80.0 points on these 500 frames')
+    >>> decide([], 0, 500).answer, decide([1] * 20, 400, 500).headline
+    ('no difference that matters', 'Adapting helps by 24.6 to 80.0 points')
     """
     values = np.asarray(gains, np.int64).reshape(-1)
     require(bool(np.isin(values, (-1, 0, 1)).all()), "gains are -1, 0 or 1", gains)
