@@ -147,7 +147,11 @@ def _try(model: nn.Module, images: Tensor, source_pass: SourcePass) -> tuple[Fus
         current.fusing, precision = mode, accumulation_dtype(x.dtype)
         current.stats = tree_map(lambda t: t.to(precision), current.stats)
         current.weight, current.bias = (tuple(t.to(precision) for t in ts) for ts in (current.weight, current.bias))
-        with set_current_pass(current), UntracedOpDetector(mode) if isinstance(mode, FusionTrial) else nullcontext(), mode:
+        with (
+            set_current_pass(current),
+            UntracedOpDetector(mode) if isinstance(mode, FusionTrial) else nullcontext(),
+            mode,
+        ):
             result = network(x)
         mode.finish()
         found: Tensor = getattr(result, "logits", result)

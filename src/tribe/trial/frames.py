@@ -1,4 +1,4 @@
-"""Recorded frames in their order: a folder of pictures, a list of them, an array file; videos are in `tribe.trial.video`.
+"""Recorded frames in their order: a folder of pictures, a list, an array; videos are in `tribe.trial.video`.
 
 Frames are read when they are needed, a batch at a time, and again when they are shown: none is kept.
 """
@@ -35,9 +35,9 @@ MOST_LIST = 2**27  # bytes
 SAMPLED = 2**16  # bytes of an array or video, from its beginning and its end, that are part of its digest
 RESIZE = (
     "--size HEIGHTxWIDTH (in Python size=(height, width)) resizes every frame so that it covers this size, and cuts "
-    "the middle; --stretch cuts nothing and changes the shape"
+    "the middle; --set frames.stretch=True cuts nothing and changes the shape"
 )
-SKIPPING = "--skip-unreadable (skip=True) warns, and goes on with the others"
+SKIPPING = "--set frames.skip=True warns, and goes on with the others"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ReadFrame(NamedTuple):
 
 
 class Recording(ABC):
-    """Recorded frames. ``length`` is None until it is known; ``remarks`` say, after a pass, what was not as expected."""
+    """Recorded frames. ``length`` is None until it is known; ``remarks`` say after a pass what was not as expected."""
 
     def __init__(self, place: Path, fit: FrameFit, length: int | None, skip: bool = False) -> None:
         self.place, self.fit, self.length, self.skip = place, fit, length, skip
@@ -114,6 +114,11 @@ class Recording(ABC):
     @abstractmethod
     def digest(self) -> str:
         """Return a hash by which the same frames are recognised."""
+
+    def spec(self) -> dict[str, Any]:
+        """Return where the frames are, and which frames they are, as plain data."""
+        fit = {"size": None if self.fit.size is None else list(self.fit.size), "stretch": self.fit.stretch}
+        return {"place": str(self.place), "digest": self.digest(), **fit}
 
     def batches(self, batch: int) -> Iterator[Tensor]:
         """Yield batches (B, C, H, W) of frames in [0, 1]; an unreadable frame that is skipped is NaN."""
@@ -313,7 +318,9 @@ def _read(path: Path) -> ReadFrame:
 
 def _folder(path: Path, every: int, fit: FrameFit, skip: bool) -> Pictures:
     inside = [one for one in path.iterdir() if not one.name.startswith(".")]
-    paths = sorted((one for one in inside if is_image_file(one.name) and not one.is_dir()), key=lambda p: natural(p.name))
+    paths = sorted(
+        (one for one in inside if is_image_file(one.name) and not one.is_dir()), key=lambda p: natural(p.name)
+    )
     if not paths:
         folders = sorted(one.name for one in inside if one.is_dir())
         more = f"; it holds folders, such as {folders[0]}: name one of them" if folders else ""

@@ -25,7 +25,11 @@ from tribe.trial.frames import Recording
 from tribe.trial.labels import write_labels
 from tribe.trial.trial import Trial, check_label
 
-ASSETS = {"": ("trial.html", "text/html"), "trial.css": ("trial.css", "text/css"), "trial.js": ("trial.js", "text/javascript")}
+ASSETS = {
+    "": ("trial.html", "text/html"),
+    "trial.css": ("trial.css", "text/css"),
+    "trial.js": ("trial.js", "text/javascript"),
+}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -271,5 +275,3 @@ def _shrunk(frame: Tensor, side: int) -> Tensor:
 
 def _json(value: Any) -> tuple[bytes, str]:
     return json.dumps(value, allow_nan=False).encode(), "application/json"
-
-

@@ -12,7 +12,7 @@ from tribe.fields import is_whole, require
 from tribe.health.estimate import WINDOW
 from tribe.health.report import Health
 from tribe.streams.adapter import Adapter, adapt
-from tribe.trial.frames import Recording, open_recording
+from tribe.trial.frames import Recording
 from tribe.trial.trial import CANDIDATES, Columns, Estimate, EstimatedWindow, Trial
 from tribe.trial.verdict import ERROR, MATTERS
 
@@ -51,6 +51,7 @@ def play(
 
     Example:
         >>> import tempfile
+        >>> from tribe.trial.frames import open_recording
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     np.save(f"{folder}/frames.npy", np.zeros((8, 3, 8, 8), np.uint8))
@@ -59,7 +60,7 @@ def play(
         8
     """
     require(is_whole(batch, 1), "batch is a whole number, at least 1", batch)
-    require(adapter.streams == 1, "a trial plays one stream; the adapter has another number of streams", adapter.streams)
+    require(adapter.streams == 1, "a trial plays one stream; the adapter has more", adapter.streams)
     source = adapt(adapter.net, "source").export().eval()
     already = len(adapter.events)
     parts: list[dict[str, Any]] = []
@@ -70,6 +71,10 @@ def play(
         x = images.to(adapter.device)
         plain = _ask_source(source, x)
         adapted = _ask_adapter(adapter, x)
+        if not parts:
+            count = plain.values.shape[1]
+            names = tuple(classes or map(str, range(count)))
+            require(len(names) == count, f"the network has {count} classes; expected as many names", len(names))
         parts.append(_columns(plain.values, adapted.values, images))
         seconds.append((plain.seconds, adapted.seconds, len(images)))
         done += len(images)
@@ -82,21 +87,12 @@ def play(
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     timed = seconds[1:] or seconds  # the first batch also compiles and allocates
     images_timed = sum(count for *_, count in timed)
-    names = classes or [str(k) for k in range(parts[0]["classes"][0])]
-    count = joined.pop("classes").max()
-    require(len(names) == count, f"the network has {count} classes; expected as many names", len(names))
     return Trial(
-        recording={
-            "place": str(recording.place),
-            "digest": recording.digest(),
-            "size": list(recording.size or ()),
-            "stretch": recording.fit.stretch,
-            "batch": batch,
-        },
+        recording={**recording.spec(), "batch": batch, "pixels": list(recording.size or ())},
         network=adapter.net.fingerprint(),
         method=adapter.method.name,
         settings=settings_of(adapter),
-        classes=tuple(names),
+        classes=names,
         columns=Columns(**joined, times=np.array(recording.times, np.int64)),
         windows=tuple(windows),
         events=tuple(adapter.events[already:]),
@@ -147,14 +143,13 @@ def _columns(source: Tensor, adapted: Tensor, images: Tensor) -> dict[str, Any]:
         "adapted_confidence": a_confidence.numpy(),
         "readable": readable.numpy(),
         "candidates": merit.topk(min(CANDIDATES, merit.shape[1])).indices.numpy().astype(np.int32),
-        "classes": np.array([source.shape[1]]),
     }
 
 
 def _window(end: int, health: Health) -> EstimatedWindow:
     """Return the estimates of the moment."""
     adapted = _estimate(health.accuracy, health.low, health.high)
-    return EstimatedWindow(end, adapted, None)
+    return EstimatedWindow(end, adapted, _estimate(health.source_accuracy, health.source_low, health.source_high))
 
 
 def _estimate(accuracy: float | None, low: float | None, high: float | None) -> Estimate | None:

@@ -52,7 +52,7 @@ class Columns(NamedTuple):
     source_confidence: NDArray[np.float32]  # (N,) probability of the predicted class
     adapted_confidence: NDArray[np.float32]
     readable: NDArray[np.bool_]  # (N,)
-    candidates: NDArray[np.int32]  # (D, at most 9) of each frame on which they differ: likely classes, both predictions first
+    candidates: NDArray[np.int32]  # (D, at most 9) of frames that differ: likely classes, first both predictions
     times: NDArray[np.int64]  # (N,) of the frames of a video, in units of its time base; else empty
 
 
@@ -187,7 +187,7 @@ class Trial:
         table = Path(folder) / TABLE
         content = table.read_bytes() if table.is_file() else b""
         if hashlib.sha256(content).hexdigest() != known["table"]:
-            raise ValueError(f"{table} is not the table of {place}: it is missing, damaged or of another trial. {ADVICE}")
+            raise ValueError(f"{table} is not the table of {place}: missing, damaged or another trial's. {ADVICE}")
         columns = Columns(**read_npz(table))
         return Trial(
             **{name: known[name] for name in KEPT},

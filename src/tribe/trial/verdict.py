@@ -56,19 +56,23 @@ class GainVerdict:
             return f"Adapting harms by {_points(-high, -low)}"
         if self.answer == "no difference that matters":
             return "Adapting makes no difference that matters"
-        if self.more is None:
-            return f"Not decided: it takes more than {FARTHEST:,} labels"
-        more, most = rounded(self.more), 0 if self.most is None else rounded(self.most)
-        close = f", {most:,} if it is close" if most > more else ""
-        return f"Not decided: about {more:,} labels{' more' if self.labels else ''}{close}"
+        count = f"more than {FARTHEST:,}" if self.more is None else f"about {rounded(self.more):,}"
+        many = self.most is None or rounded(self.most) > rounded(self.more or 0)
+        close = f" ({rounded(self.most):,} if it is close)" if self.more is not None and self.most and many else ""
+        if not self.labels:
+            return f"{count.capitalize()} labels will tell whether adapting helps{close}"
+        return f"Not decided: {count} labels more{close}"
 
     @property
     def words(self) -> str:
         """The verdict as a sentence with all numbers, without a full stop."""
-        between = f"the gain is between {100 * self.low:+.1f} and {100 * self.high:+.1f} points"
-        known = "" if self.answer in ("helps", "harms") else f"; {between}"
         labels = f"{self.labels} label{'' if self.labels == 1 else 's'}"
-        return f"{self.headline} on these {self.frames:,} frames ({labels}){known}"
+        where, between = f"on these {self.frames:,} frames", f"between {100 * self.low:+.1f} and {100 * self.high:+.1f}"
+        if self.answer in ("helps", "harms"):
+            return f"{self.headline} {where} ({labels})"
+        if self.answer == "no difference that matters":
+            return f"{self.headline} {where}: the gain is {between} points ({labels})"
+        return f"{self.headline}; {where} the gain is {between} points ({labels})"
 
     def json(self) -> dict[str, Any]:
         """Return the fields and the words, as plain data."""

@@ -73,7 +73,7 @@ class Video(Recording):
                     if i == index * self.every:
                         return self._pixels(frame)
             else:
-                with contextlib.suppress(self.av.FFmpegError):  # a container that cannot seek is read from its beginning
+                with contextlib.suppress(self.av.FFmpegError):  # else it is read from its beginning
                     container.seek(wanted, stream=stream, backward=True)
                 for frame in self._decoded(container, stream):
                     if frame is not None and frame.pts is not None and frame.pts >= wanted:
@@ -100,7 +100,7 @@ class Video(Recording):
             reason = (error.strerror or str(error)).lower()
             raise ValueError(
                 f"{self.place} cannot be read as a video: {reason}. An mp4 file that was cut short has no index and "
-                "cannot be played; record to mkv, or repair it. Recordings are also folders of pictures, lists and arrays"
+                "cannot be played: record to mkv, or repair it. A recording may also be a folder of pictures"
             ) from error
         with container:
             if not container.streams.video:
