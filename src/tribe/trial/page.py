@@ -197,7 +197,7 @@ def _handler(session: LabelSession, token: str) -> type[BaseHTTPRequestHandler]:
 
         def _place(self) -> str:
             """Return what is asked for, after the token; refuse other hosts and wrong tokens."""
-            port = self.server.server_address[1]
+            port = int(self.connection.getsockname()[1])
             hosts = self.headers.get_all("Host", [])
             if len(hosts) != 1 or hosts[0] not in (f"127.0.0.1:{port}", f"localhost:{port}"):
                 raise Refusal(421, "this server is asked as 127.0.0.1 alone")

@@ -18,7 +18,7 @@ from tribe.fields import Share, check_fields, is_whole, require
 from tribe.trial.betting import excludes_below, sum_interval
 
 Answer = Literal["helps", "harms", "no difference that matters", "undecided"]
-ERROR = 0.01  # the share of recordings whose interval may ever exclude the true gain
+ERROR = 0.005  # the share of trials whose interval may ever exclude the true gain: half of it says "helps" wrongly
 MATTERS = 0.01  # the least gain or loss of accuracy that matters
 SIMULATIONS = 100
 FARTHEST = 1000  # labels that a simulation draws at most
@@ -40,7 +40,7 @@ class GainVerdict:
     worse: int  # and those on which the source's is
     more: int | None  # labels that half of the simulations still need; None: decided, or more than 1,000
     most: int | None  # labels that nine of ten simulations need at most; None likewise
-    error: Share  # the share of recordings whose interval may ever exclude the true gain
+    error: Share  # the share of trials whose interval may ever exclude the true gain
     matters: Share  # the least gain or loss that matters
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ def decide(
             is the source's, 0 where it is neither. They must be drawn uniformly from all that differ.
         differing: The number of frames on which the two predictions differ.
         frames: The number of frames of the recording.
-        error: The share of recordings whose interval may ever exclude the true gain.
+        error: The share of trials whose interval may ever exclude the true gain.
         matters: The least gain or loss of accuracy that matters, as a share.
 
     >>> decide([], 0, 500).answer, decide([1] * 20, 400, 500).headline

@@ -28,7 +28,8 @@ def require_av() -> ModuleType:
         import av
     except ImportError as error:
         raise ImportError("a video needs PyAV: pip install 'tribe-tta[video]' (or pip install av)") from error
-    return av
+    module: ModuleType = av
+    return module
 
 
 class Video(Recording):

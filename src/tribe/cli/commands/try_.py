@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,7 +27,8 @@ from tribe.trial.replay import play, settings_of
 from tribe.trial.trial import SUMMARY, Trial
 from tribe.trial.verdict import ERROR, MATTERS
 
-FRAMES, TRIAL = ("every", "stretch", "skip"), ("batch", "seed", "error", "matters")  # fields of --set
+FRAMES: Sequence[str] = ("every", "stretch", "skip")  # fields of --set
+TRIAL: Sequence[str] = ("batch", "seed", "error", "matters")
 MOST_NAMES = 2**22  # bytes of a file of class names
 
 
@@ -81,9 +83,9 @@ def try_(
     with messages():
         adapts = method_name(method)
         fields = parse_overrides(settings, [adapts, "frames", "trial"])
-        for part, names in (("frames", FRAMES), ("trial", TRIAL)):
-            if unknown := sorted(fields[part].keys() - {*names}):
-                raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(names)}")
+        for part, known in (("frames", FRAMES), ("trial", TRIAL)):
+            if unknown := sorted(fields[part].keys() - {*known}):
+                raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(known)}")
         folder = Path("trials", recording.resolve().stem) if out is None else out
         check_folder(folder)
         adapter, shape = _adapter(model, weights, adapts, health, fields[adapts], device)
