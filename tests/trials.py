@@ -51,7 +51,7 @@ def table(source, adapted, confidences=(0.5, 0.5), classes=4, **fields):
         adapted,
         *(np.broadcast_to(np.array(c, np.float32), source.shape).copy() for c in confidences),
         readable=np.ones(len(source), bool),
-        candidates=np.array(rows, np.int32).reshape(len(differ), -1),
+        candidates=np.array(rows, np.int32).reshape(len(differ), min(classes, 9)),
         times=np.zeros(0, np.int64),
     )
     names = tuple(fields.pop("names", map(str, range(classes))))

@@ -2,9 +2,9 @@
 
 import pytest
 
+from trials import recorded, table
 from tribe.trial.labels import read_labels, write_labels
 from tribe.trial.trial import NEITHER
-from trials import recorded, table
 
 NAMES = ("cat", "dog", "1", "bird")
 

@@ -1,10 +1,14 @@
 """Videos, written here with PyAV: all frames, one again, and files that end in the middle."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
-av = pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
+
+import av
 
 from tribe.trial.frames import open_recording
 
@@ -16,6 +20,7 @@ def write_video(path, codec, pixels="yuv420p", size=(48, 64), frames=FRAMES):
     """A video in which frame i is as bright as i, with noise."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=10)
+        stream.bit_rate = 4_000_000
         stream.height, stream.width, stream.pix_fmt = *size, pixels
         for i in range(frames):
             noise = np.random.default_rng(i).integers(0, 50, (*size, 3))
@@ -39,7 +44,8 @@ def test_all_frames_are_played_in_order_and_can_be_read_again(tmp_path, kind, co
     assert x.shape == (-(-FRAMES // every), 3, 48, 64)
     assert (recording.length, recording.remarks) == (len(x), [])
     brightness = 255 * x.flatten(1).mean(1) - 25
-    assert (brightness / 4).round().int().tolist() == list(range(0, FRAMES, every))
+    assert (brightness / 4 - torch.arange(0, FRAMES, every)).abs().max() < 1.5  # codecs lose a little
+    assert (brightness.diff() > 0).all()
     for i in (5, 0, len(x) - 1, 7):
         assert torch.equal(recording.fit(recording.frame(i)), x[i])
     assert recording.name(10) == f"0:{every:02}.000"
@@ -50,8 +56,10 @@ def test_a_video_that_ends_in_the_middle_is_played_so_far_and_said(tmp_path, kin
     path = write_video(tmp_path / f"v.{kind}", codec, pixels)
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     recording = open_recording(path)
-    with pytest.warns(UserWarning, match="ends in the middle"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         x = played(recording)
+    assert [str(warning.message) for warning in caught] == recording.remarks
     assert 15 < len(x) < 30
     (words,) = [remark for remark in recording.remarks if "ends in the middle" in remark]
     assert f"{len(x)} of" in words
@@ -61,7 +69,7 @@ def test_a_video_that_ends_in_the_middle_is_played_so_far_and_said(tmp_path, kin
 
 def test_a_video_without_its_index_is_refused_with_advice(tmp_path):
     path = write_video(tmp_path / "v.mp4", "mpeg4")
-    path.write_bytes(path.read_bytes()[:20_000])
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ValueError, match="cut short"):
         open_recording(path)
 

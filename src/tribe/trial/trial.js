@@ -139,7 +139,7 @@ function choice(k, key, name = "") {
   const line = make("li");
   const button = make("button", "", name);
   button.type = "button";
-  if (key) button.append(make("kbd", key));
+  if (key) button.append(make("kbd", key), " ");
   button.append(trial.classes[k]);
   button.addEventListener("click", () => label(k));
   line.append(button);
