@@ -5,7 +5,7 @@ import torch
 
 import tribe
 from tribe.data.datasets.files import mnist_test
-from tribe.trial.frames import open_recording
+from tribe.trial.recordings import open_recording
 from tribe.trial.trial import Columns, Trial
 
 DAY_AND_FOG = (("", 150), ("fog", 350), ("impulse_noise", 250), ("", 150))

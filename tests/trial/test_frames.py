@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tribe.trial.frames import open_recording
+from tribe.trial.recordings import open_recording
 
 Image = pytest.importorskip("PIL.Image", reason="needs Pillow")
 PIXELS = np.random.default_rng(0).integers(0, 256, (12, 6, 8, 3), dtype=np.uint8)

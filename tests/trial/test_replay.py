@@ -8,7 +8,7 @@ import torch
 
 import tribe
 from trials import digits, digits_network, recorded, table
-from tribe.trial.frames import open_recording
+from tribe.trial.recordings import open_recording
 from tribe.trial.replay import play
 from tribe.trial.trial import NEITHER, SUMMARY, TABLE, Estimate, EstimatedWindow, Trial
 from watching import calibration_of

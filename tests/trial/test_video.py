@@ -10,7 +10,7 @@ pytest.importorskip("av", reason="needs PyAV: pip install '.[video]'")
 
 import av
 
-from tribe.trial.frames import open_recording
+from tribe.trial.recordings import open_recording
 
 FRAMES = 50
 KINDS = [("mp4", "mpeg4", "yuv420p"), ("mkv", "ffv1", "bgr0"), ("avi", "mjpeg", "yuvj420p")]

@@ -40,7 +40,7 @@ def play(
     """Play a recording once, through the adapter and through its network, and return what they predict.
 
     Args:
-        recording: What `open_recording` returns.
+        recording: What `tribe.trial.recordings.open_recording` returns.
         adapter: A fresh adapter of one stream; it learns from the frames.
         classes: Names of the classes; None: their numbers.
         batch: Frames at a time.
@@ -51,7 +51,7 @@ def play(
 
     Example:
         >>> import tempfile
-        >>> from tribe.trial.frames import open_recording
+        >>> from tribe.trial.recordings import open_recording
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 4))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     np.save(f"{folder}/frames.npy", np.zeros((8, 3, 8, 8), np.uint8))

@@ -20,9 +20,10 @@ from tribe.cli.output import make_table, messages, print_json, shown
 from tribe.core.precision import choose_device
 from tribe.fields import printable
 from tribe.io.files import check_folder, read_regular
-from tribe.trial.frames import Recording, open_recording
+from tribe.trial.frames import Recording
 from tribe.trial.labels import LABELS, read_labels, write_labels
 from tribe.trial.page import LabelServer, LabelSession
+from tribe.trial.recordings import open_recording
 from tribe.trial.replay import play, settings_of
 from tribe.trial.trial import SUMMARY, Trial
 from tribe.trial.verdict import ERROR, MATTERS
