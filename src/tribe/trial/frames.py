@@ -3,6 +3,7 @@
 Frames are read when they are needed, a batch at a time, and again when they are shown: none is kept.
 """
 
+import csv
 import hashlib
 import io
 import warnings
@@ -10,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +21,9 @@ from torch.nn.functional import interpolate
 
 from tribe.data.images import ImageFileError
 from tribe.fields import is_whole, require
+from tribe.io.files import read_regular
 
+MOST_CSV = 2**27  # bytes
 SAMPLED = 2**16  # bytes of an array or video, from its beginning and its end, that are part of its digest
 RESIZE = (
     "--size HEIGHTxWIDTH (in Python size=(height, width)) resizes every frame so that it covers this size, and cuts "
@@ -166,6 +170,18 @@ def file_digest(path: Path, every: int) -> str:
         size = file.seek(0, io.SEEK_END)
         file.seek(max(0, size - SAMPLED))
         return hash_parts((start, file.read(SAMPLED), f"{size} {every}".encode()))
+
+
+def csv_rows(path: str | PathLike[str], what: str) -> list[tuple[int, list[str]]]:
+    """Return the rows of a CSV file that are not empty, with the numbers of their lines; ValueError if it is none."""
+    try:
+        text = read_regular(path, MOST_CSV).decode("utf-8-sig")
+        rows = csv.reader(io.StringIO(text, newline=None))
+        return [(rows.line_num, [cell.strip() for cell in row]) for row in rows if any(cell.strip() for cell in row)]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not {what}: it is not UTF-8 ({error.reason})") from None
+    except csv.Error as error:
+        raise ValueError(f"{path} is not {what}: {error}") from None
 
 
 def hash_parts(parts: Iterable[bytes]) -> str:

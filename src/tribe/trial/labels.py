@@ -11,15 +11,14 @@ from collections.abc import Iterable, Mapping
 from os import PathLike
 
 from tribe.fields import printable
-from tribe.io.files import read_regular, write_atomically
-from tribe.trial.frames import Recording
+from tribe.io.files import write_atomically
+from tribe.trial.frames import Recording, csv_rows
 from tribe.trial.trial import NEITHER, Trial, check_label
 
 LABELS = "labels.csv"  # in the folder of a trial
 HEADER = ("frame", "file", "label")
 UNKNOWN = "?"
 FRAMES, GIVEN = ("frame", "file", "name", "path", "image"), ("label", "class")  # names of columns
-MOST_BYTES = 2**26
 MOST_NAMES = 5000  # that are compared with a wrong one
 
 
@@ -28,11 +27,7 @@ def read_labels(path: str | PathLike[str], trial: Trial, recording: Recording) -
 
     Without a header, the columns are the frame and the label.
     """
-    try:
-        text = read_regular(path, MOST_BYTES).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a CSV file of labels: it is not UTF-8 ({error.reason})") from None
-    rows = [(i, [cell.strip() for cell in row]) for i, row in enumerate(csv.reader(io.StringIO(text)), 1) if any(row)]
+    rows = csv_rows(path, "a CSV file of labels")
     frame_columns, label_column = [0], 1
     if rows and (head := [cell.lower() for cell in rows[0][1]]) and set(head) & {*GIVEN}:
         label_column = next(i for i, cell in enumerate(head) if cell in GIVEN)

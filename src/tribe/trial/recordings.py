@@ -1,7 +1,5 @@
 """Recordings: a folder of pictures, a list of them, an array file. A video is in `tribe.trial.video`."""
 
-import csv
-import io
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,12 +17,12 @@ from tribe.data.datasets.files import open_npy, read_npz
 from tribe.data.images import ImageFileError, cores, is_image_file, read_image
 from tribe.fields import is_whole, require
 from tribe.io.files import read_regular
-from tribe.trial.frames import FrameFit, ReadFrame, Recording, file_digest, hash_parts
+from tribe.trial.frames import MOST_CSV, FrameFit, ReadFrame, Recording, csv_rows, file_digest, hash_parts
 from tribe.trial.video import Video
 
 LISTS, ARRAYS = (".txt", ".csv", ".lst"), (".npy", ".npz")
 HEADERS = ("file", "frame", "image", "path", "name", "filename")  # of the first column of a list
-MOST_LIST = 2**27  # bytes
+LIST = "a list of frames"
 
 
 class Pictures(Recording):
@@ -164,14 +162,14 @@ def _folder(path: Path, every: int, fit: FrameFit, skip: bool) -> Pictures:
 
 
 def _listed(path: Path, every: int, fit: FrameFit, skip: bool) -> Pictures:
-    try:
-        text = read_regular(path, MOST_LIST).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a list of frames: it is not UTF-8 ({error.reason})") from None
     if path.suffix.lower() == ".csv":
-        names = [row[0].strip() for row in csv.reader(io.StringIO(text)) if row and row[0].strip()]
+        names = [row[0] for _, row in csv_rows(path, LIST) if row[0]]
         names = names[1:] if names and names[0].lower() in HEADERS else names
     else:
+        try:
+            text = read_regular(path, MOST_CSV).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not {LIST}: it is not UTF-8 ({error.reason})") from None
         names = [line.strip() for line in text.splitlines() if line.strip()]
     if not names:
         raise ValueError(f"{path} lists no frames; expected one path a line, in their order")

@@ -59,7 +59,7 @@ function showAnswer() {
   at("answer").className = v.answer;
   const labels = v.labels === 0 ? "Without a label" : `After ${plural(v.labels, "label")}`;
   const counts = v.labels ? ` The adapted model was right on ${v.better}, the source on ${v.worse}.` : "";
-  const sure = `at all times, in ${percent(1 - v.error, 0)} of trials`;
+  const sure = `at all times, in ${percent(1 - v.error)} of trials`;
   setText(at("answer-words"), `${labels}, the gain is between ${points(v.low)} and ${points(v.high)} (${sure}).${counts}`);
   const most = Math.max(v.differing / v.frames, 1.5 * v.matters);
   const x = (share) => 500 + (500 * share) / most;
