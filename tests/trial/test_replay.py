@@ -10,7 +10,7 @@ import tribe
 from trials import digits, digits_network, recorded, table
 from tribe.trial.recordings import open_recording
 from tribe.trial.replay import play
-from tribe.trial.trial import NEITHER, SUMMARY, TABLE, Estimate, EstimatedWindow, Trial
+from tribe.trial.trial import NEITHER, SUMMARY, TABLE, EstimatedAccuracy, EstimatedWindow, Trial
 from watching import calibration_of
 
 
@@ -121,7 +121,7 @@ def test_the_most_telling_frames_are_those_on_which_both_are_confident():
 
 
 def test_estimates_are_means_over_windows_of_answers_and_source(tmp_path):
-    even, odd = Estimate(0.8, 0.7, 0.9), Estimate(0.5, 0.4, 0.6)
+    even, odd = EstimatedAccuracy(0.8, 0.7, 0.9), EstimatedAccuracy(0.5, 0.4, 0.6)
     trial = table([0], [0], windows=(EstimatedWindow(500, even, None), EstimatedWindow(750, odd, odd)))
     assert trial.estimate("adapted") == pytest.approx((0.7, 0.6, 0.8))
     assert trial.estimate("source") == odd

@@ -5,9 +5,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
+import tribe
 from commands import assert_refused, message, succeeded, tribe_command
-from trials import digits
+from trials import digits, digits_network
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +26,9 @@ def tried(place, tmp_path):
     """Call the command on the day, with one folder for all calls of a test."""
     folder, labels = place
 
-    def call(*options, recording="day.npy", out="trial"):
-        return tribe_command("try", folder / recording, "--out", tmp_path / out, *options)
+    def call(*options, recording="day.npy", before=None):
+        first = () if before is None else (before,)
+        return tribe_command("try", *first, folder / recording, "--out", tmp_path / "trial", *options)
 
     return call, labels, tmp_path / "trial"
 
@@ -98,6 +101,26 @@ def test_names_of_classes_and_settings(tried, tmp_path):
     assert_refused(call(*options), "10 classes")
     names.write_text("one\none\n")
     assert_refused(call(*options), "one twice")
+
+
+def test_a_prepared_file_is_tried_and_keeps_the_verdict(tried, tmp_path):
+    call, labels, folder = tried
+    net, x = digits_network(), torch.from_numpy(digits((("", 300),), 1)[0]).unsqueeze(1) / 255
+    path = tmp_path / "net.tribe"
+    origin = {"model": "compact", "dataset": "mnist"}
+    tribe.prepare(net, x, path=path, method="bank", quick=True, origin=origin, corruptions=("stripe", "fog", "shear"))
+    assert "will tell" in succeeded(call(before=path)).stdout
+    assert tribe.Prepared.load(path).verdicts == ()
+    for count in (5, 50):
+        fill_in(folder / "labels.csv", labels, count)
+        found = json.loads(succeeded(call("--json", before=path)).stdout)
+        (kept,) = tribe.Prepared.load(path).verdicts
+        assert kept["words"] == f"day.npy: {found['verdict']['words']}"
+        assert kept["labels"] == found["verdict"]["labels"]
+    assert kept["words"] in str(tribe.Prepared.load(path))
+    assert_refused(call("--method", "bn", before=path), "--method")
+    assert_refused(call(recording=path), "recorded frames")
+    assert_refused(call("--set", "bank.gamma=0.2", before=path), "bank")
 
 
 def test_every_width_of_a_size(tried):

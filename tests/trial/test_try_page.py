@@ -14,7 +14,7 @@ from tribe.trial.labels import read_labels
 from tribe.trial.page import LabelServer, LabelSession
 from tribe.trial.recordings import open_recording
 from tribe.trial.replay import play
-from tribe.trial.trial import Estimate, EstimatedWindow
+from tribe.trial.trial import EstimatedAccuracy, EstimatedWindow
 
 pytestmark = needs_chromium
 WIDTHS = {"phone": (390, 844), "desktop": (1440, 900)}
@@ -109,7 +109,7 @@ def test_it_says_that_tribe_try_has_stopped(visit, tmp_path):
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_the_screen_and_every_text_can_be_read(visit, tmp_path, size, scheme):
-    window = EstimatedWindow(24, Estimate(0.7, 0.6, 0.8), Estimate(0.6, 0.5, 0.7))
+    window = EstimatedWindow(24, EstimatedAccuracy(0.7, 0.6, 0.8), EstimatedAccuracy(0.6, 0.5, 0.7))
     remarks = ("day.mp4 ends in the middle: 24 of 50 frames are there, up to 0:02.300; these were played",)
     trial = table([0] * 24, [1] * 12 + [0] * 12, windows=(window,), remarks=remarks)
     session = LabelSession(trial, recorded(tmp_path), tmp_path / "labels.csv")

@@ -13,7 +13,7 @@ from tribe.health.estimate import WINDOW
 from tribe.health.report import Health
 from tribe.streams.adapter import Adapter, adapt
 from tribe.trial.frames import Recording
-from tribe.trial.trial import CANDIDATES, Columns, Estimate, EstimatedWindow, Trial
+from tribe.trial.trial import CANDIDATES, Columns, EstimatedAccuracy, EstimatedWindow, Trial
 from tribe.trial.verdict import ERROR, MATTERS
 
 Progress = Callable[[int, int | None], object]  # frames done, of so many; None: not known
@@ -152,5 +152,5 @@ def _window(end: int, health: Health) -> EstimatedWindow:
     return EstimatedWindow(end, adapted, _estimate(health.source_accuracy, health.source_low, health.source_high))
 
 
-def _estimate(accuracy: float | None, low: float | None, high: float | None) -> Estimate | None:
-    return None if accuracy is None or low is None or high is None else Estimate(accuracy, low, high)
+def _estimate(accuracy: float | None, low: float | None, high: float | None) -> EstimatedAccuracy | None:
+    return None if accuracy is None or low is None or high is None else EstimatedAccuracy(accuracy, low, high)

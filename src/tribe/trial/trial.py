@@ -28,7 +28,7 @@ SUMMARY, TABLE = "trial.json", "predictions.npz"  # files in the folder of a tri
 ADVICE = "Play it again: --force, or another --out"
 
 
-class Estimate(NamedTuple):
+class EstimatedAccuracy(NamedTuple):
     """An accuracy that was estimated without labels, and its 90 % interval."""
 
     accuracy: float
@@ -40,8 +40,8 @@ class EstimatedWindow(NamedTuple):
     """The estimates of the last frames before ``end``."""
 
     end: int  # frames that had been played
-    adapted: Estimate | None
-    source: Estimate | None
+    adapted: EstimatedAccuracy | None
+    source: EstimatedAccuracy | None
 
 
 class Columns(NamedTuple):
@@ -120,7 +120,7 @@ class Trial:
         """What the adapting model costs, as a multiple of the source."""
         return self.seconds[1] / self.seconds[0] if self.seconds[0] > 0 else 1.0
 
-    def estimate(self, which: str) -> Estimate | None:
+    def estimate(self, which: str) -> EstimatedAccuracy | None:
         """Return the estimated accuracy of "source" or "adapted" on all frames; None without a calibration.
 
         It is the mean over windows, and so are the ends of the interval: windows may all be wrong in the same way.
@@ -133,7 +133,7 @@ class Trial:
         total = sum(weight for weight, _ in known)
         if not total:
             return None
-        return Estimate(*(sum(weight * one[i] for weight, one in known) / total for i in range(3)))
+        return EstimatedAccuracy(*(sum(weight * one[i] for weight, one in known) / total for i in range(3)))
 
     def labelled(self, labels: Mapping[int, int]) -> "Trial":
         """Return the trial with these labels, frame -> class or `NEITHER`, and with no others."""
@@ -213,8 +213,8 @@ def _plain(event: Event) -> dict[str, Any]:
     return {**event._asdict(), "numbers": numbers}
 
 
-def _as_estimate(numbers: Sequence[float] | None) -> Estimate | None:
-    return None if numbers is None else Estimate(*numbers)
+def _as_estimate(numbers: Sequence[float] | None) -> EstimatedAccuracy | None:
+    return None if numbers is None else EstimatedAccuracy(*numbers)
 
 
 def _is_window(window: Any) -> bool:

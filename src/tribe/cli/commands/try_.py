@@ -5,7 +5,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,10 +15,11 @@ import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
 from tribe.cli.networks import DIGITS, load_network
-from tribe.cli.options import AsJson, Device, Model, Weights, parse_overrides
+from tribe.cli.options import AsJson, Device, Weights, parse_overrides
 from tribe.cli.output import make_table, messages, print_json, shown
 from tribe.core.precision import choose_device
 from tribe.fields import printable
+from tribe.health.prepared import SUFFIX
 from tribe.io.files import check_folder, read_regular
 from tribe.trial.frames import Recording
 from tribe.trial.labels import LABELS, read_labels, write_labels
@@ -30,21 +31,35 @@ from tribe.trial.verdict import ERROR, MATTERS
 
 FRAMES: Sequence[str] = ("every", "stretch", "skip")  # fields of --set
 TRIAL: Sequence[str] = ("batch", "seed", "error", "matters")
+USUAL = "bank+time"  # how a network adapts without a prepared file
 MOST_NAMES = 2**22  # bytes of a file of class names
 
 
 @app.command("try")
 def try_(
-    recording: Annotated[
-        Path,
-        typer.Argument(help="Frames in order: a folder of pictures, a list of paths, .npy, .npz, a video."),
+    places: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="[NET.TRIBE] FRAMES",
+            help="A prepared file, `tribe prepare`, if there is one. Then frames in order: a folder of pictures, a "
+            "list of paths (.txt, .csv), an array (.npy, .npz) or a video.",
+        ),
     ],
-    model: Model = DIGITS[0],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Network: a name (`tribe list models`), timm/NAME or file.py:attribute.",
+            show_default="the prepared file's, or the embedded network of digits",
+        ),
+    ] = None,
     weights: Weights = None,
     method: Annotated[
-        str,
-        typer.Option(help="How it adapts: a name, `tribe list methods`, or file.py:Class; +time: a time filter."),
-    ] = "bank+time",
+        str | None,
+        typer.Option(
+            help="How it adapts: a name, `tribe list methods`, or file.py:Class; +time: a time filter.",
+            show_default="bank+time, or what the prepared file says",
+        ),
+    ] = None,
     health: Annotated[
         Path | None,
         typer.Option(help="A calibration, `tribe source health`.", show_default="none: no accuracy is estimated"),
@@ -82,39 +97,79 @@ def try_(
     Labels of a few frames, drawn at random from those that differ, decide: on a page (--page), or in labels.csv.
     """
     with messages():
-        adapts = method_name(method)
-        fields = parse_overrides(settings, [adapts, "frames", "trial"])
+        *before, recording = places
+        if len(before) > 1 or recording.suffix == SUFFIX:
+            given = " ".join(map(str, places))
+            raise ValueError(f"expected recorded frames, and before them a prepared file if there is one; got {given}")
+        prepared = before[0] if before else None
+        if prepared is not None and (method is not None or health is not None):
+            raise ValueError(f"{prepared} says how the network adapts: leave out --method and --health")
+        adapts = method_name(method or USUAL)
+        fields = parse_overrides(settings, [*([adapts] if prepared is None else []), "frames", "trial"])
         for part, known in (("frames", FRAMES), ("trial", TRIAL)):
             if unknown := sorted(fields[part].keys() - {*known}):
                 raise ValueError(f"--set {part}.{unknown[0]}: expected one of {', '.join(known)}")
         folder = Path("trials", recording.resolve().stem) if out is None else out
         check_folder(folder)
-        adapter, shape = _adapter(model, weights, adapts, health, fields[adapts], device)
-        opened = open_recording(recording, size=_size(size), shape=shape, **fields["frames"])
-        names = None if classes is None else _names(classes)
-        trial = _trial(opened, adapter, folder, names, fields["trial"], force)
+        if prepared is None:
+            tried = _from_options(model, weights, adapts, health, fields[adapts], device)
+        else:
+            tried = _from_file(prepared, model, weights, device)
+        opened = open_recording(recording, size=_size(size), shape=tried.shape, **fields["frames"])
+        names = list(tried.classes) or None if classes is None else _names(classes)
+        trial = _trial(opened, tried.adapter, folder, names, fields["trial"], force)
         trial = trial.labelled(_labels(trial, opened, folder, labels))
         trial.save(folder)
         write_labels(folder / LABELS, trial.labels, trial, opened)
         if page:
             trial = _serve_page(trial, opened, folder)
         trial.save(folder)
+        if prepared is not None:
+            _write_verdict(prepared, trial)
     if as_json:
         print_json({**trial.json(), "folder": str(folder)})
     else:
         _show(trial, folder, page)
 
 
-def _adapter(
-    model: str, weights: Path | None, method: str, health: Path | None, fields: dict[str, Any], device: str
-) -> tuple[tribe.Adapter, tuple[int, ...] | None]:
-    """Return the adapting model, and the shape of its images where that is known.
+class Tried(NamedTuple):
+    """What is tried."""
 
-    Everything that says what adapts is here; a trial takes any adapter of one stream.
-    """
-    net, shape = load_network(model, weights)
-    place = choose_device(device)
-    return tribe.adapt(net.to(place), method, health=True if health is None else health, **fields), shape
+    adapter: tribe.Adapter
+    shape: tuple[int, ...] | None  # of the images that it takes; None: not known
+    classes: tuple[str, ...]  # names; empty if none are known
+
+
+def _from_file(prepared: Path, model: str | None, weights: Path | None, device: str) -> Tried:
+    """Return the adapter of a prepared file, on the network that it names."""
+    ready = tribe.Prepared.load(prepared)
+    name = model or ready.origin.get("model")
+    if name is None:
+        raise ValueError(
+            f"{prepared} does not name its network: give --model file.py:attribute, as it was prepared with"
+        )
+    net, _ = load_network(name, weights)
+    return Tried(tribe.adapt(net.to(choose_device(device)), ready), ready.inputs.shape, ready.class_names)
+
+
+def _from_options(
+    model: str | None, weights: Path | None, method: str, health: Path | None, fields: dict[str, Any], device: str
+) -> Tried:
+    """Return an adapter of a method and a network that options name."""
+    net, shape = load_network(model or DIGITS[0], weights)
+    watch = True if health is None else health
+    return Tried(tribe.adapt(net.to(choose_device(device)), method, health=watch, **fields), shape, ())
+
+
+def _write_verdict(prepared: Path, trial: Trial) -> None:
+    """Write the verdict into the prepared file, in place of an earlier one of the same frames."""
+    known, verdict = tribe.Prepared.load(prepared), trial.verdict
+    if verdict.answer == "undecided" and not verdict.labels:
+        return
+    digest, name = trial.recording["digest"], Path(trial.recording["place"]).name
+    others = tuple(one for one in known.verdicts if one.get("digest") != digest)
+    found = {**verdict.json(), "recording": name, "digest": digest, "words": f"{name}: {verdict.words}"}
+    dataclasses.replace(known, verdicts=others).with_verdict(found).save(prepared)
 
 
 def _trial(
