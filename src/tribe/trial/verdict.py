@@ -98,7 +98,7 @@ def decide(
         matters: The least gain or loss of accuracy that matters, as a share.
 
     >>> decide([], 0, 500).answer, decide([1] * 20, 400, 500).headline
-    ('no difference that matters', 'Adapting helps by 24.6 to 80.0 points')
+    ('no difference that matters', 'Adapting helps by 29.0 to 80.0 points')
     """
     values = np.asarray(gains, np.int64).reshape(-1)
     require(bool(np.isin(values, (-1, 0, 1)).all()), "gains are -1, 0 or 1", gains)
