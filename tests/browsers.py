@@ -45,7 +45,7 @@ def watched_pages(browser):
     yield open_page
     for context in contexts:
         context.close()
-    assert not complaints
+    assert not complaints, complaints
 
 
 # Of every visible text: its colour and what is behind it, all tints laid over each other.

@@ -25,7 +25,7 @@ LAYERS = (  # from the lowest to the highest; a package imports itself and what 
     (("streams", "diagnosis"), "named states: adapt, load, fleet, doctor"),
     (("preparing",), "one file for a deployment: method, calibration, what to expect"),
     (("onnx",), "model files that adapt, and a session that needs no torch"),
-    (("experiments",), "streams of data, runs, records, metrics, results, report, bench"),
+    (("experiments", "trial"), "streams of data, runs, records, results, report, bench; recorded frames, tried"),
     (("testing",), "the contract"),
     (("tribe",), "the public API: tribe/__init__.py"),
     (("serve",), "an inference server for many streams"),

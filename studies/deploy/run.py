@@ -17,15 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tribe.trial.recordings import open_recording
-from tribe.trial.replay import play
-from tribe.trial.trial import Trial
-from tribe.trial.verdict import decide
 
 import tribe
 from studies.deploy.streams import DAYS, Labelled, record
 from tribe.cli.custom import custom_network
 from tribe.io.files import write_atomically
+from tribe.trial.recordings import open_recording
+from tribe.trial.replay import play
+from tribe.trial.trial import Trial
+from tribe.trial.verdict import decide
 
 HELD_OUT = 1000  # images that prepare
 WINDOW = 500

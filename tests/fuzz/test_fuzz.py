@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 import layouts
 import tribe
 from processes import run_limited
+from trials import recorded, table
 from tribe import datasets
 from tribe.data.datasets import manifest
 from tribe.data.datasets.files import open_npy, read_npz
@@ -34,6 +35,9 @@ from tribe.onnx.states import read as read_in_numpy
 from tribe.serve.store import Write, backup
 from tribe.serve.store.sqlite import SqliteStore
 from tribe.testing import images, small_network
+from tribe.trial.labels import read_labels
+from tribe.trial.recordings import open_recording
+from tribe.trial.trial import Trial
 
 MEGABYTES = 700  # beside what the imports take
 INTERESTING = [b"\x00", b"\xff", b"\x7f\xff\xff\xff", b"\xff" * 8, b"9" * 20, b"{", b"[" * 40, b'"', b"(", b"-1"]
@@ -101,6 +105,23 @@ def picture(kind):
     return lambda path: layouts.picture(draw(1), 40, 30).save(path, kind)
 
 
+def small_trial(path):
+    return table([0] * 6, [1] * 6), recorded(path.parent, 6)
+
+
+def write_labels(path):
+    path.write_text("frame,file,label\n0,,1\n3,,?\n5,,2\n")
+
+
+def write_frames(path):
+    layouts.picture(draw(1), 8, 6).save(path.parent / "a.png")
+    path.write_text("file\na.png\na.png\n")
+
+
+def write_trial(path):
+    table([0] * 6, [1] * 6).save(path.parent)
+
+
 READERS = {  # name of the file: how to write a valid one, how to read it, and the errors that the reader documents
     "image.jpg": (picture("JPEG"), read_image, ValueError),
     "image.png": (picture("PNG"), read_image, ValueError),
@@ -134,6 +155,10 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
     "state.safetensors": (write_state, states.read, states.StateFileError),
     "state-in-numpy.safetensors": (write_bank, read_in_numpy, ModelFileError),
     "streams.backup": (write_backup, backup.check, ValueError),
+    "labels.csv": (write_labels, lambda path: read_labels(path, *small_trial(path)), ValueError),
+    "list.csv": (write_frames, lambda path: list(open_recording(path).batches(4)), (ValueError, OSError)),
+    "trial.json": (write_trial, lambda path: Trial.load(path.parent), (ValueError, OSError)),
+    "predictions.npz": (write_trial, lambda path: Trial.load(path.parent), (ValueError, OSError)),
     "record.npz": (write_record, Record.load, ValueError),
 }
 

@@ -142,19 +142,23 @@ def _try(model: nn.Module, images: Tensor, source_pass: SourcePass) -> tuple[Fus
     form = torch.channels_last if images.is_contiguous(memory_format=torch.channels_last) else torch.contiguous_format
     noise = noise.to(images).contiguous(memory_format=form) if images.dim() == 4 else noise.to(images)
 
-    def logits(mode: "Trial | FusedPass", network: nn.Module, x: Tensor) -> Tensor:
+    def logits(mode: "FusionTrial | FusedPass", network: nn.Module, x: Tensor) -> Tensor:
         current, x = source_pass(len(x), None), x.clone()  # the network may write into x
         current.fusing, precision = mode, accumulation_dtype(x.dtype)
         current.stats = tree_map(lambda t: t.to(precision), current.stats)
         current.weight, current.bias = (tuple(t.to(precision) for t in ts) for ts in (current.weight, current.bias))
-        with set_current_pass(current), UntracedOpDetector(mode) if isinstance(mode, Trial) else nullcontext(), mode:
+        with (
+            set_current_pass(current),
+            UntracedOpDetector(mode) if isinstance(mode, FusionTrial) else nullcontext(),
+            mode,
+        ):
             result = network(x)
         mode.finish()
         found: Tensor = getattr(result, "logits", result)
         return found
 
     try:
-        logits(trial := Trial(), model, noise)
+        logits(trial := FusionTrial(), model, noise)
         if trial.untraced is not None:
             return None, f"compiled code computes {trial.untraced}"
         plan = trial.plan()
@@ -186,7 +190,7 @@ class TracedCall(NamedTuple):
     result: "weakref.ref[Tensor] | None"
 
 
-class Trial(TorchFunctionMode):
+class FusionTrial(TorchFunctionMode):
     """Records the calls of a pass."""
 
     def __init__(self) -> None:
@@ -281,7 +285,7 @@ class Trial(TorchFunctionMode):
 class UntracedOpDetector(TorchDispatchMode):
     """Detects operations that a network computes without calling a torch function, as code of torch.jit does."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: FusionTrial) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trial = trial
 

@@ -50,7 +50,7 @@ class Pass:
     features: Tensor | None = None  # the input of the classifier
     slot_hook: "SlotHook | None" = None  # called with each slot and its input
     find_order: Callable[["Slot"], bool] | None = None  # a trial: whether views come before samples at a slot
-    fusing: Any = None  # a `Trial` or a `FusedPass` of `tribe.core.fusion`, notified of each call of a slot
+    fusing: Any = None  # a `FusionTrial` or a `FusedPass` of `tribe.core.fusion`, notified of each call of a slot
 
 
 SlotHook = Callable[["Slot", Tensor], None]

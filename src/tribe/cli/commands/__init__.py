@@ -1,6 +1,7 @@
 """Commands: each file adds its commands to the application with ``@app.command()``."""
 
 import importlib
+import keyword
 import pkgutil
 from typing import Annotated
 
@@ -28,8 +29,12 @@ def root(
 
 
 def load_app(command: str | None = None) -> typer.Typer:
-    """Import the file that is named like a command, or all files; return the application."""
+    """Import the file that is named like a command, or all files; return the application.
+
+    The file of a command whose name is a keyword of Python ends in an underscore.
+    """
     files = [module.name for module in pkgutil.iter_modules(__path__)]
-    for file in [command] if command in files else files:
+    named = f"{command}_" if keyword.iskeyword(command or "") else command
+    for file in [named] if named in files else files:
         importlib.import_module(f"{__name__}.{file}")
     return app

@@ -10,20 +10,16 @@ from torch import Tensor, nn
 
 import tribe
 from tribe.cli.commands import app
-from tribe.cli.custom import custom_network, is_untrained, method_name
+from tribe.cli.custom import method_name
+from tribe.cli.networks import DIGITS, load_network
 from tribe.cli.options import Device, parse_overrides
 from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
 from tribe.data.images import image_size, is_image_file, read_images
 
-DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
 MOST_CLEAN = 1000  # clean images that a guard is fitted to; a few hundred are enough
 SHOWN = 10  # names of streams in a message
 PARTS = "server", "policy", "limits", "guard"  # components of --set, beside the method
-UNTRAINED = (
-    "{} gives other weights each time that it is called, so these are random, not trained: predictions mean nothing. "
-    "--weights FILE takes the trained ones, or let it load them itself"
-)
 NO_TOKENS = (
     "it listens beyond this machine and has no tokens, as limits.open says: everybody who reaches it may do "
     "everything. --tokens FILE says who may do what"
@@ -137,7 +133,7 @@ def serve(
         chosen = method_name(method or "tribe")
         fields = parse_overrides(settings, [chosen, *PARTS])
         first, *others = _named_weights(weights or [])
-        net, image_shape = _network(model, first.file)
+        net, image_shape = load_network(model, first.file)
         options: dict[str, Any] = {
             "name": model.rpartition("/")[2].rpartition(":")[2].partition(".")[0],
             "shape": image_shape,
@@ -244,7 +240,7 @@ def _further(
         if (health is None) == (prepared or bool(options["health"])):
             words = f"all versions have a calibration or a prepared file ({name}=FILE,HEALTH), or none has one"
             raise ValueError(f"--weights {name}={file}: {words}")
-        net, _ = _network(model, file)
+        net, _ = load_network(model, file)
         found[name] = net
         if health is not None and prepared:
             found[name] = tribe.fleet(net, health, shadow=options["shadow"])
@@ -274,22 +270,6 @@ def _serve_on_ray(versions: dict[str, Any], method: str | tribe.Prepared, port: 
 
     replicas.run(replicas.application(versions, method, **options), options["host"], port, ready)
     typer.echo("stopped; workers log the streams that they could not store")
-
-
-def _network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
-    """Return the network, and the shape of its images where its design fixes it."""
-    if ":" in name:
-        net = custom_network(name, weights)
-        if weights is None and is_untrained(name, net):
-            print_message("warning", UNTRAINED.format(name))
-        return net, None
-    if name.startswith(("timm/", "torchvision/")):
-        net = tribe.models.create(name, pretrained=weights is None)
-        return net if weights is None else tribe.models.load(net, weights), None
-    shape = tribe.models.architecture(name).shape
-    if weights is None and name != DIGITS[0]:
-        raise ValueError(f"--model {name} needs --weights FILE; without both, the embedded network of digits is served")
-    return tribe.models.load(name, tribe.models.find(*DIGITS) if weights is None else weights), shape
 
 
 def _where(server: Any, data: str | None) -> str:

@@ -1,0 +1,31 @@
+"""The network of --model and --weights, of commands that need no data set."""
+
+from pathlib import Path
+
+from torch import nn
+
+import tribe
+from tribe.cli.custom import custom_network, is_untrained
+from tribe.cli.output import print_message
+
+DIGITS = "compact", "mnist"  # the embedded network and what it was trained on
+UNTRAINED = (
+    "{} gives other weights each time that it is called, so these are random, not trained: predictions mean nothing. "
+    "--weights FILE takes the trained ones, or let it load them itself"
+)
+
+
+def load_network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
+    """Return the network, and the shape of its images where its design fixes it."""
+    if ":" in name:
+        net = custom_network(name, weights)
+        if weights is None and is_untrained(name, net):
+            print_message("warning", UNTRAINED.format(name))
+        return net, None
+    if name.startswith(("timm/", "torchvision/")):
+        net = tribe.models.create(name, pretrained=weights is None)
+        return net if weights is None else tribe.models.load(net, weights), None
+    shape = tribe.models.architecture(name).shape
+    if weights is None and name != DIGITS[0]:
+        raise ValueError(f"--model {name} needs --weights FILE; without both, it is the embedded network of digits")
+    return tribe.models.load(name, tribe.models.find(*DIGITS) if weights is None else weights), shape
