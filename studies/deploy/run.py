@@ -130,7 +130,8 @@ def judge(net: nn.Module, prepared: tribe.Prepared, name: str, stream: Labelled)
         drawn = gains[np.random.default_rng(seed).permutation(len(gains))][:LABELS]
         answer, count = "undecided", 0
         for count in (*range(0, len(drawn), STEP), len(drawn)):
-            answer = decide(drawn[:count], len(gains), trial.frames, error=trial.error, matters=trial.matters).answer
+            rules = {"error": trial.error, "matters": trial.matters, "forecast": False}
+            answer = decide(drawn[:count], len(gains), trial.frames, **rules).answer
             if answer != "undecided":
                 break
         answers[answer] = answers.get(answer, 0) + 1

@@ -7,7 +7,7 @@ import pytest
 
 from networks import at_once
 from stores import a_write, write
-from tribe.serve.store import BEFORE, UNDONE, Claim, ClockFell, Fenced, Kept, StoreDamaged, StoreDown, Write
+from tribe.serve.store import BEFORE, UNDONE, Claim, ClockFell, Fenced, KeptState, StoreDamaged, StoreDown, Write
 from tribe.serve.store.sqlite import SqliteStore
 
 
@@ -232,7 +232,7 @@ def test_the_state_before_a_move_stays_while_later_ones_are_written(store, clock
     for i in range(1, 6):
         write(store, claim, i, b"moved %d" % i)
     clock.time += 5
-    assert store.kept("cam") == Kept(BEFORE, 5.0)
+    assert store.kept("cam") == KeptState(BEFORE, 5.0)
     kept = store.read("cam", place=BEFORE)
     assert (kept.blob, kept.clock, kept.requests, kept.generation) == (b"state 2", 2, ("request 2",), 1)
     assert [store.read("cam").blob, store.read("cam", previous=True).blob] == [b"moved 5", b"moved 4"]

@@ -1,4 +1,4 @@
-"""Which images a network takes: asked of a copy without numbers, and said in the words of images.
+"""Find which images a network takes, with a copy without numbers, and say it in the words of images.
 
 The copy has the network's code and tensors of torch's meta device, which have a shape and no content. A pass of it
 costs no arithmetic and changes nothing, so that every size can be tried when an error has to be explained.
@@ -111,7 +111,7 @@ def _missing_axis(shape: Shape, channels: int, spatial: int) -> str:
 
 
 def _other_channels(shape: Shape, channels: int) -> str:
-    """What to do with images of another number of channels."""
+    """Say what to do with images of another number of channels."""
     if shape[-1] == channels:
         return f"They look channels last: images.movedim(-1, {-len(shape)})"
     rest = ", 1" * (len(shape) - 1)

@@ -45,8 +45,8 @@ class Checks:
     def find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:
         """Return which images (S, B) are bad, or None if all are good. Warn once of images outside [0, 1].
 
-        Raise if most images of a stream look like 0 to 255: nobody means that. Where a guard skips such frames and
-        proper ones came before, it is the camera that fails.
+        Raise if most images of a stream look like 0 to 255: they were not meant to lie in [0, 1]. Where a guard skips
+        such frames and proper ones came before, it is the camera that fails.
 
         A step screens its images itself. If the extremes of a batch lie in [0, 1], no image is bad, so a batch is
         screened here only if they do not, or on a GPU, where reading them would wait for the device.

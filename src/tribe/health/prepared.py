@@ -77,7 +77,7 @@ INPUTS: dict[str, Any] = {"shape": [int], "low": float, "high": float, "mean": [
 
 @dataclass(frozen=True)
 class Card:
-    """What to expect of a deployment, in numbers. ``str(card)`` is a table."""
+    """The numbers to expect of a deployment. ``str(card)`` is a table."""
 
     rows: tuple[CardRow, ...]  # clean first
     costs: tuple[Cost, ...]
@@ -119,7 +119,7 @@ class Prepared:
     network: str  # Backbone.fingerprint(exact=False)
     method: str  # the name of the method, with its guard and its filter
     fields: Mapping[str, Any]  # of all its parts, as plain data
-    calibration: Calibration | None  # None without labels: there is no estimate of the accuracy
+    calibration: Calibration | None  # None without labels: then the accuracy is not estimated
     inputs: Inputs
     card: Card
     class_names: tuple[str, ...] = ()
@@ -185,8 +185,8 @@ class Prepared:
         return dataclasses.replace(self, verdicts=(*self.verdicts, dict(verdict)))
 
     def __str__(self) -> str:
-        told = [f"{verdict.get('words', verdict)}" for verdict in self.verdicts]
-        return "\n".join([f"{Path(self.path).name}: {self.method}", str(self.card), *told])
+        verdicts = [str(verdict.get("words", verdict)) for verdict in self.verdicts]
+        return "\n".join([f"{Path(self.path).name}: {self.method}", str(self.card), *verdicts])
 
 
 def mean_errors(rows: Sequence[CardRow]) -> tuple[float, float]:

@@ -34,7 +34,7 @@ class Saved(NamedTuple):
 
     @property
     def modes(self) -> tuple[bool, ...]:
-        """Which streams are in shadow, one mark each."""
+        """Return a mark for each stream: whether it is in shadow."""
         return tuple(self.shadow) or (False,) * self.streams
 
 

@@ -73,7 +73,7 @@ class ClassSums(NamedTuple):
     origin: Tensor  # (1, 1, C), near the means, so that nothing cancels
 
 
-class Prepared(NamedTuple):
+class PreparedLayer(NamedTuple):
     """Values that a pass has computed for a layer before it is called."""
 
     groups: Groups
@@ -81,7 +81,7 @@ class Prepared(NamedTuple):
     room: Stats  # (R, K, C), the memory for the statistics to keep
 
 
-Labels = Tensor | Groups | Prepared | None
+Labels = Tensor | Groups | PreparedLayer | None
 
 
 @register("balanced")
@@ -209,7 +209,7 @@ class Balanced(NormRule):
         present = present.scatter_(1, code + 1, True)[:, 1:].contiguous()
         return Groups(labels, code, same.to(exact), lead, rate, weight, over, shrink, present)
 
-    def prepare(self, groups: Groups, stats: Any, room: Any) -> Callable[[slice], Prepared] | None:
+    def prepare(self, groups: Groups, stats: Any, room: Any) -> Callable[[slice], PreparedLayer] | None:
         """Pool the past of all layers at once; returns what each layer gets in place of ``groups``, by its columns.
 
         None where kernels cannot do the update: there each layer pools its own.
@@ -220,7 +220,7 @@ class Balanced(NormRule):
         if not kernels.can_update(as_moments):
             return None
         over_classes = torch.cat(_over_classes(stats), 1).transpose(0, 1)  # (3, R, C)
-        return lambda columns: Prepared(groups, over_classes[..., columns], room.layer(columns, 0))
+        return lambda columns: PreparedLayer(groups, over_classes[..., columns], room.layer(columns, 0))
 
     def __call__(
         self, mean: Tensor, var: Tensor, count: int, stats: ClassStats, labels: Labels, valid: Tensor, eps: float
@@ -231,10 +231,10 @@ class Balanced(NormRule):
         """
         if labels is None:
             return *self.pool(stats), stats
-        prepared = labels if isinstance(labels, Prepared) else None
+        prepared = labels if isinstance(labels, PreparedLayer) else None
         if isinstance(labels, Tensor):
             labels = self.group(labels, valid, mean.dtype)
-        groups = labels.groups if isinstance(labels, Prepared) else labels
+        groups = labels.groups if isinstance(labels, PreparedLayer) else labels
         if isinstance(stats, PackedStats):
             past = stats.in_full()
             pooled_mean, pooled_var, full = self(mean, var, count, past, groups, valid, eps)
@@ -256,7 +256,7 @@ class _Update(torch.autograd.Function):
         past_var: Tensor,
         groups: Groups,
         norm: Balanced,
-        prepared: Prepared | None,
+        prepared: PreparedLayer | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         past = Stats(past_mean, past_var)
         ctx.groups, ctx.norm, ctx.by_kernel = groups, norm, kernels.can_update(mean)

@@ -64,7 +64,7 @@ PART = tensor_file.Kind(
 
 
 class Begun(NamedTuple):
-    """What is decided before the images are played."""
+    """The decisions before the images are played."""
 
     method: AnyMethod
     lengths: Lengths
@@ -298,8 +298,8 @@ class Part:
     ) -> None:
         self.path = Path(f"{fspath(path)}.part")
         self._net, self._next = net, monotonic() + EVERY
-        told = [net.fingerprint(), hash_tensors({"images": images, "labels": labels}), *asked]
-        self._key = hashlib.sha256(json.dumps(told, default=str).encode()).hexdigest()
+        parts = [net.fingerprint(), hash_tensors({"images": images, "labels": labels}), *asked]
+        self._key = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 
     def read(self) -> tuple[Begun, dict[str, Tensor]] | None:
         """Return what was decided and what was done; None if there is nothing to go on from."""

@@ -1,4 +1,4 @@
-"""What the bodies of control requests hold."""
+"""The bodies of control requests."""
 
 from typing import Annotated
 

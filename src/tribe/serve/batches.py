@@ -43,7 +43,7 @@ def step(fleet: Fleet, jobs: list[Job], after: AfterCommit) -> list[Outcome]:
     The steps of a result are committed: the request does not fail if a report cannot be read.
     """
     try:
-        # The streams are held: nobody promotes or demotes them before the step, which may demote them after it.
+        # The streams are held: no request promotes or demotes them before the step, which may demote them after it.
         answered = {str(job.stream): who_answers(fleet.in_shadow(str(job.stream))) for job in jobs}
         logits = fleet({str(job.stream): job.images for job in jobs})
     except Exception as error:

@@ -126,7 +126,7 @@ class Controls:
         return self._describe(stream)
 
     async def _set_shadow(self, stream: str, shadow: bool) -> Description:
-        """Change who answers, and store that at once: after a crash nobody may answer who was demoted."""
+        """Change who answers, and store that at once: after a crash a demoted stream must not answer."""
         session = await self._owned(stream)
         async with self.runtime.hold(stream):
             self.sessions.check_still_here(session)

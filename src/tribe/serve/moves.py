@@ -19,7 +19,7 @@ from typing import Any
 from tribe.serve.errors import Conflict, NotOwner, NotStored, ServeError, as_serve_error
 from tribe.serve.runtime import StreamSession
 from tribe.serve.sessions import Sessions
-from tribe.serve.store import BEFORE, UNDONE, Kept, Stored, StoreDown
+from tribe.serve.store import BEFORE, UNDONE, KeptState, Stored, StoreDown
 from tribe.serve.versions import STARTS, Start, check_share, is_in_share
 
 WRONG = ("drift", "collapse", "scatter")  # alarms of adapting that goes wrong
@@ -144,7 +144,7 @@ class Moves:
         now = self.runtime.clock()
         session.note_report(report, changed=now)
         session.keep = keep if self.sessions.writer is not None else None
-        session.note_kept(Kept(keep, 0.0), now + self.policy.keep_moved)
+        session.note_kept(KeptState(keep, 0.0), now + self.policy.keep_moved)
         session.accuracy_before = None
         return how
 
@@ -201,7 +201,7 @@ class Moves:
             self.runtime.start(self._quietly(self.move(name, target, self._starts[target]), name))
 
     async def _quietly(self, change: Awaitable[Description], stream: str) -> None:
-        """Await a change that nobody waits for; an event tells if it fails."""
+        """Await a change in the background; an event says if it fails."""
         try:
             await change
         except (ServeError, StoreDown) as error:
@@ -241,4 +241,4 @@ class Moves:
                     await self.runtime.run("claims", partial(store.forget, claim))
                 session.kept_state = None
                 session.note_kept(None)
-            self.runtime.events.add("collected", "the state from before its move is no longer kept", session.name)
+            self.runtime.events.add("collected", "the state from before its move was removed", session.name)

@@ -15,7 +15,7 @@ from tribe.serve.config import Policy
 from tribe.serve.jobs import BatchTimes
 from tribe.serve.metrics import Events, Metrics
 from tribe.serve.scheduler import Scheduler
-from tribe.serve.store import Claim, Kept, Stored, StreamStore
+from tribe.serve.store import Claim, KeptState, Stored, StreamStore
 from tribe.serve.versions import FIRST, Versions
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class StreamSession:
     resting: bool = False  # its claim is not renewed, because no request came; it is stored
     unclaimed: bool = False  # it was looked up for a user who may not claim it
     holding: bool = False  # whether the guard let it learn nothing in the last step
-    kept: Kept | None = None  # the state that stays after a move; see `moves.Moves`
+    kept: KeptState | None = None  # the state that stays after a move; see `moves.Moves`
     kept_state: Stored | None = None  # the state itself, without a store
     kept_until: float = float("inf")  # by the worker's clock: then it is removed
     keep: str | None = None  # where the stored state stays at the next write, because the stream has moved since
@@ -94,7 +94,7 @@ class StreamSession:
         if self.dirty_since is None:
             self.dirty_since = changed
 
-    def note_kept(self, kept: Kept | None, until: float = float("inf")) -> None:
+    def note_kept(self, kept: KeptState | None, until: float = float("inf")) -> None:
         """Note which state stays beside the stored ones, and until when, if it had been kept at this moment."""
         self.kept, self.kept_until = kept, until if kept is None else until - kept.age
 

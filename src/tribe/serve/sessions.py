@@ -20,7 +20,7 @@ from tribe.serve.errors import FULL_AGAIN, NotOwner, NotStored, Unavailable, Unk
 from tribe.serve.fairness import fits_share
 from tribe.serve.runtime import Mark, Runtime, StreamSession
 from tribe.serve.security import Principal
-from tribe.serve.store import Claim, Kept, Stored, StoreDamaged, StoreDown, StreamStore
+from tribe.serve.store import Claim, KeptState, Stored, StoreDamaged, StoreDown, StreamStore
 from tribe.serve.writer import Writer
 
 CHECKED = 8  # stored states that are looked at when a server starts
@@ -39,7 +39,7 @@ class LookupResult(NamedTuple):
     stored: Stored | None  # its state; None: there is none, or the follower has it already
     damage: str | None  # why the last state could not be used, and the one before it was
     mark: Mark | None = None  # of the owner's state
-    kept: Kept | None = None  # the state that stays after a move, of a stream that is claimed
+    kept: KeptState | None = None  # the state that stays after a move, of a stream that is claimed
 
 
 def look_up(

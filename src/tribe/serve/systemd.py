@@ -23,10 +23,10 @@ def notify(message: str) -> bool:
         return False
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | getattr(socket, "SOCK_CLOEXEC", 0)) as to:
-            to.setblocking(False)  # the event loop waits for nobody
+            to.setblocking(False)  # the event loop must not wait
             to.sendto(message.encode(), "\0" + address[1:] if address[0] == "@" else address)
     except OSError as error:
-        log.warning("systemd was not told %s: %s", message, error)
+        log.warning("systemd did not get %s: %s", message, error)
         return False
     return True
 

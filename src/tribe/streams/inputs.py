@@ -39,7 +39,10 @@ Images = Tensor | Array | Picture | list[Any] | tuple[Any, ...]
 
 
 def as_floats(images: Images, net: Backbone) -> Tensor:
-    """Return images as a tensor of floating point; bytes are divided by 255. What is no tensor goes to the network."""
+    """Return images as a tensor of floating point; bytes are divided by 255.
+
+    Tensors stay where they are; other images go to the network's device.
+    """
     x = images if isinstance(images, Tensor) else _as_tensor(images, net).to(net.device)
     if x.dtype == torch.uint8:
         return x.to(torch.promote_types(net.dtype, torch.float32)).div_(255)
@@ -52,7 +55,7 @@ def as_floats(images: Images, net: Backbone) -> Tensor:
 
 
 def _as_tensor(images: Any, net: Backbone) -> Tensor:
-    """Return a tensor of what is none; a picture is (C, H, W)."""
+    """Return a tensor of images of another type; a picture is (C, H, W)."""
     numpy, pillow = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if isinstance(images, Tensor):
         return images

@@ -27,7 +27,7 @@ Modes = tuple[bool, ...]  # which streams of an entry are in shadow
 
 @dataclass(frozen=True)
 class Shadow:
-    """Which streams begin in shadow, and which go back to it by themselves.
+    """Settings: the streams that begin in shadow, and those that go back to it by themselves.
 
     ``tribe.adapt(net, shadow=True)`` is ``tribe.adapt(net, shadow=tribe.Shadow())``. A stream that was demoted stays in
     shadow until somebody promotes it.
@@ -95,7 +95,7 @@ class Shadow:
 def source_is_ahead(health: Health) -> tuple[str, dict[str, float]] | None:
     """Return in words and numbers that the source is estimated to be more accurate than the adapted model; else None.
 
-    Either estimate is outside the interval of the other: a difference that the intervals explain demotes nobody.
+    Either estimate is outside the interval of the other: a difference that the intervals explain demotes no stream.
     """
     accuracy, high, source, low = health.accuracy, health.high, health.source_accuracy, health.source_low
     if accuracy is None or high is None or source is None or low is None or accuracy >= low or high >= source:
@@ -104,7 +104,7 @@ def source_is_ahead(health: Health) -> tuple[str, dict[str, float]] | None:
     return words, {"accuracy": accuracy, "high": high, "source_accuracy": source, "source_low": low}
 
 
-class Answers(NamedTuple):
+class ShadowAnswers(NamedTuple):
     """The answers of a group of entries."""
 
     logits: Tensor  # (R, B, K), the source's for rows in shadow
@@ -114,14 +114,14 @@ class Answers(NamedTuple):
 
 def answer_from_source(
     runner: Runner, group: EntryGroup, logits: Tensor, modes: Sequence[Modes], began: Began | None = None
-) -> Answers:
+) -> ShadowAnswers:
     """Return the answers of a group whose method returned ``logits``: only rows in shadow pass the source, too.
 
     ``modes`` are those of its entries; with a deadline, ``began`` is its batch.
     """
     rows = [i for i, shadow in enumerate(flag for entry in modes for flag in entry) if shadow]
     if not rows or not group.x.shape[1]:
-        return Answers(logits, None)
+        return ShadowAnswers(logits, None)
     since = None if began is None else began.seconds(group.x.device)
     some = group if len(rows) == len(group.x) else group.rows(rows)
     source = runner.predict_source(some.x, some.valid).to(logits.dtype)
@@ -130,15 +130,15 @@ def answer_from_source(
         own, answers = logits[rows], logits.index_copy(0, torch.tensor(rows, device=logits.device), source)
     seconds = 0.0 if began is None or since is None else began.seconds(group.x.device) - since
     if logits.dim() != 3:  # not logits of classes
-        return Answers(answers, None, seconds)
+        return ShadowAnswers(answers, None, seconds)
     low, high = source.aminmax(dim=2)
     seen = (high > low) if some.valid is None else (high > low) & some.valid  # bad images get equal logits
     differ = (own.argmax(2) != source.argmax(2)) & seen
-    return Answers(answers, torch.stack((differ, seen), 2).sum(1), seconds)
+    return ShadowAnswers(answers, torch.stack((differ, seen), 2).sum(1), seconds)
 
 
 def count_differences(entries: Sequence[Entry], counts: Tensor | None) -> list[Entry]:
-    """Return entries with the answers of a batch that differ, (n, 2) of the rows in shadow: see `Answers.counts`."""
+    """Return entries with the answers of a batch that differ, (n, 2) of rows in shadow: see `ShadowAnswers.counts`."""
     if counts is None:
         return list(entries)
     parts = counts.split([sum(entry.shadow) for entry in entries])

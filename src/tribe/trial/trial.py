@@ -45,7 +45,7 @@ class EstimatedWindow(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """What was predicted, frame by frame."""
+    """The predictions, frame by frame."""
 
     source: NDArray[np.int32]  # (N,) classes
     adapted: NDArray[np.int32]
@@ -104,12 +104,12 @@ class Trial:
 
     @cached_property
     def counted(self) -> int:
-        """How many labels count: frames of the draw before the first one without a label."""
+        """The number of labels that count: frames of the draw before the first one without a label."""
         return next((i for i, frame in enumerate(self.draw.tolist()) if frame not in self.labels), len(self.draw))
 
     @cached_property
     def verdict(self) -> GainVerdict:
-        """What the labels say: does adapting help?"""
+        """The verdict by the labels: does adapting help?"""
         drawn, c = self.draw[: self.counted], self.columns
         given = np.array([self.labels[frame] for frame in drawn.tolist()], np.int64)
         gains = (given == c.adapted[drawn]).astype(int) - (given == c.source[drawn])
@@ -117,7 +117,7 @@ class Trial:
 
     @property
     def ratio(self) -> float:
-        """What the adapting model costs, as a multiple of the source."""
+        """The cost of the adapting model, as a multiple of the source's."""
         return self.seconds[1] / self.seconds[0] if self.seconds[0] > 0 else 1.0
 
     def estimate(self, which: str) -> EstimatedAccuracy | None:

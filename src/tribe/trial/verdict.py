@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tribe.fields import Share, check_fields, is_whole, require
 from tribe.trial.betting import excludes_below, sum_interval
 
-Answer = Literal["helps", "harms", "no difference that matters", "undecided"]
+Answer = Literal["helps", "harms", "no difference that matters", "does not help", "undecided"]
 ERROR = 0.005  # the share of trials whose interval may ever exclude the true gain: half of it says "helps" wrongly
 MATTERS = 0.01  # the least gain or loss of accuracy that matters
 SIMULATIONS = 100
@@ -27,7 +27,7 @@ PRIOR = 0.5  # of each kind of value, in frames, when what is to come is simulat
 
 @dataclass(frozen=True)
 class GainVerdict:
-    """What the labels say about the gain of adapting, as numbers and words."""
+    """The gain of adapting by the labels, as numbers and words."""
 
     answer: Answer
     low: float  # the least gain of accuracy on the recording, as a share of its frames, at all times with 1 - error
@@ -56,6 +56,8 @@ class GainVerdict:
             return f"Adapting harms by {_points(-high, -low)}"
         if self.answer == "no difference that matters":
             return "Adapting makes no difference that matters"
+        if self.answer == "does not help":
+            return "Adapting does not help"
         count = f"more than {FARTHEST:,}" if self.more is None else f"about {rounded(self.more):,}"
         many = self.most is None or rounded(self.most) > rounded(self.more or 0)
         close = f" ({rounded(self.most):,} if it is close)" if self.more is not None and self.most and many else ""
@@ -70,7 +72,7 @@ class GainVerdict:
         where, between = f"on these {self.frames:,} frames", f"between {100 * self.low:+.1f} and {100 * self.high:+.1f}"
         if self.answer in ("helps", "harms"):
             return f"{self.headline} {where} ({labels})"
-        if self.answer == "no difference that matters":
+        if self.answer in ("no difference that matters", "does not help"):
             return f"{self.headline} {where}: the gain is {between} points ({labels})"
         return f"{self.headline}; {where} the gain is {between} points ({labels})"
 
@@ -86,6 +88,7 @@ def decide(
     *,
     error: float = ERROR,
     matters: float = MATTERS,
+    forecast: bool = True,
 ) -> GainVerdict:
     """Return the verdict after the labels of some frames. It is valid at any time: look after every label.
 
@@ -96,6 +99,7 @@ def decide(
         frames: The number of frames of the recording.
         error: The share of trials whose interval may ever exclude the true gain.
         matters: The least gain or loss of accuracy that matters, as a share.
+        forecast: Whether to say how many labels more are needed, by simulation.
 
     >>> decide([], 0, 500).answer, decide([1] * 20, 400, 500).headline
     ('no difference that matters', 'Adapting helps by 29.0 to 80.0 points')
@@ -115,9 +119,11 @@ def decide(
         answer = "helps"
     elif greatest < 0:
         answer = "harms"
+    elif greatest <= bound:
+        answer = "does not help"
     else:
         answer = "undecided"
-    more, most = _missing(values, differing, bound, error) if answer == "undecided" else (None, None)
+    more, most = _missing(values, differing, bound, error) if forecast and answer == "undecided" else (None, None)
     estimate = 0.0 if not differing else None if not len(values) else float(values.mean()) * differing / frames
     return GainVerdict(
         answer,
@@ -167,7 +173,7 @@ def _missing(values: NDArray[np.int64], differing: int, bound: int, error: float
 
     decided = above(0) | below(0)
     if bound < differing:
-        decided |= above(-bound - 1) & below(bound + 1)
+        decided |= below(bound + 1)
     decided = decided[:, len(values) :]
     if horizon == differing - len(values):
         decided[:, -1] = True  # all are labelled: the gain is known

@@ -21,7 +21,7 @@ Place = Annotated[str, typer.Argument(help="The --data of `tribe serve`: a folde
 
 
 class Commands(TyperGroup):
-    """`tribe store DIR` checks DIR: what is no command of the group is a place."""
+    """`tribe store DIR` checks DIR: a word that is not a command of the group is a place."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put the name of the command first; options may come before a place."""

@@ -133,7 +133,7 @@ def try_(
 
 
 class Tried(NamedTuple):
-    """What is tried."""
+    """The model that is tried, and its frames."""
 
     adapter: tribe.Adapter
     shape: tuple[int, ...] | None  # of the images that it takes; None: not known

@@ -71,7 +71,7 @@ class Write(NamedTuple):
     keep: str | None = None  # one of `KEPT`: a current state of an earlier generation stays there, instead of the last
 
 
-class Kept(NamedTuple):
+class KeptState(NamedTuple):
     """A state that stays after a stream has moved to another version, or has gone back."""
 
     place: str  # one of `KEPT`
@@ -204,11 +204,11 @@ class StreamStore(ABC):
                 record = again  # its owner has replaced it, and removed the blob, in the meantime
         return None
 
-    def kept(self, stream: str) -> Kept | None:
+    def kept(self, stream: str) -> KeptState | None:
         """Return which state of a stream is kept beside the last two; None: none."""
         for place in KEPT:
             if (record := self._find(stream, place)) is not None:
-                return Kept(place, self.now() - record.written)
+                return KeptState(place, self.now() - record.written)
         return None
 
     @abstractmethod

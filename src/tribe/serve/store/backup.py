@@ -45,7 +45,7 @@ class BackupError(ValueError):
 
 
 class Member(NamedTuple):
-    """What a backup says about a stream."""
+    """A stream in a backup."""
 
     stream: str
     generation: int  # of the claim that the state was written with
@@ -56,7 +56,7 @@ class Member(NamedTuple):
 
 
 class BackedUp(NamedTuple):
-    """What a backup holds."""
+    """The content of a backup."""
 
     streams: int
     bytes: int  # of all states
@@ -66,7 +66,7 @@ class BackedUp(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What a restoration did."""
+    """The result of a restoration."""
 
     streams: int  # that were written
     bytes: int
@@ -308,7 +308,7 @@ def _check(path: Any, archive: zipfile.ZipFile, progress: Progress) -> int:
     """Check all of an archive, and return how many streams it holds."""
     index, _ = _parsed(path, archive, INDEX, WHOLE)
     if index["format"] != FORMAT or index["version"] != VERSION:
-        raise BackupError(f"{path} is no backup of a store, or one of another version of tribe")
+        raise BackupError(f"{path} is not a backup of a store, or one of another version of tribe")
     count, whole, names = index["streams"], hashlib.sha256(), set[str]()
     if not 0 <= count <= len(archive.namelist()) // 2:
         raise _damaged(path, f"{INDEX} says {count} streams, and the file has {len(archive.namelist())} parts")
