@@ -36,10 +36,17 @@ def blocks(name):
 
 def test_the_readme_and_the_page_on_adapters_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    scope = {"net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
+    monkeypatch.setattr("tribe.preparing.preparing.MOST_SECONDS", 1.0)
+    digits, index = tribe.datasets.create("mnist", split="test"), torch.arange(300)
+    clean, labels = digits.images("clean", index), digits.labels("clean")[index]
+    net = tribe.models.load("compact", tribe.models.find("compact", "mnist"))
+    scope = {"net": net, "camera": clean[:128].split(64), "clean_images": clean, "labels": labels}
     (first,) = blocks("README.md")
     exec(first, scope)
-    assert scope["logits"].shape == (6, 4)
+    assert scope["logits"].shape == (64, 10)
+    assert scope["model"].method.filter is not None
+    assert scope["paper"].method.name == "tribe"
+    scope = {"net": small_network(), "camera": [images(1, 6, seed)[0] for seed in range(3)]}
     (second,) = blocks("docs/adapters.md")
     exec(second, {**scope, "tribe": tribe, "images": images(4, 6)})
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 
 import tribe
 from studies.deploy.streams import DAYS, Labelled, record
+from studies.deploy.tables import BLOCKS
+from studies.pages import play_or_render
 from tribe.cli.custom import custom_network
 from tribe.io.files import write_atomically
 from tribe.trial.recordings import open_recording
@@ -40,8 +43,8 @@ FAMILIES = {
 }
 
 
-def main() -> None:
-    """Play one network, and write its results."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Play one network, and write its results; or write the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="compact")
     parser.add_argument("--weights", type=Path)
@@ -52,15 +55,24 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=1.5)
     parser.add_argument("--method")
     parser.add_argument("--families", action="store_true", help="also leave families of corruptions out")
-    parser.add_argument("--out", type=Path, required=True)
-    given = parser.parse_args()
+    parser.add_argument("--name", help="what the tables call the network")
+    parser.add_argument("--out", type=Path, default=Path("deploy.json"))
+    play_or_render(parser, argv, Path(__file__).parent, BLOCKS, measure)
+
+
+def measure(given: argparse.Namespace) -> None:
+    """Play a network, and write its results."""
     net = network(given.model, given.weights, given.dataset)
     clean = tribe.datasets.create(given.dataset, **({"data": str(given.data)} if given.data else {}))
     labels = clean.labels(clean.domains[0])
     images = clean.images(clean.domains[0], torch.arange(len(labels)))
     prepared = tribe.prepare(net, images[:HELD_OUT], labels[:HELD_OUT], budget=given.budget, method=given.method)
     rest = images[HELD_OUT:], labels[HELD_OUT:]
-    result: dict[str, Any] = {"network": given.model, "method": prepared.method, "card": prepared.card.json()}
+    result: dict[str, Any] = {
+        "network": given.name or given.model,
+        "method": prepared.method,
+        "card": prepared.card.json(),
+    }
     result["days"] = [
         {"seed": seed, "bursts": bursts, **deliver(net, prepared, record(*rest, DAYS, given.each, bursts, seed))}
         for seed in map(int, given.seeds.split(","))

@@ -10,6 +10,8 @@ from studies import pages
 from studies.budget import costs
 from studies.budget import run as budget
 from studies.budget import tables as budget_tables
+from studies.deploy import run as deploy
+from studies.deploy import tables as deploy_tables
 from studies.guard import cost as guard_cost
 from studies.guard import run as guard
 from studies.health import pack, tables
@@ -28,6 +30,7 @@ BLOCKS = {
     "health": tables.BLOCKS,
     "guard": guard.BLOCKS,
     "networks": networks.BLOCKS,
+    "deploy": deploy_tables.BLOCKS,
 }
 
 
@@ -37,6 +40,15 @@ def test_a_readme_shows_the_tables_of_the_results(study):
     assert all(f"<!-- begin {name} -->" in text for name in BLOCKS[study])
     rendered = pages.rendered(text, BLOCKS[study], ROOT / "studies" / study / "results")
     assert rendered == text, f"run: python -m studies.{study}.run --render"
+
+
+def test_deploy(tmp_path, monkeypatch):
+    monkeypatch.setattr("tribe.preparing.preparing.MOST_SECONDS", 1.0)
+    monkeypatch.setattr(deploy, "DRAWS", 3)
+    monkeypatch.setattr(deploy, "DAYS", ("clean", "night"))
+    deploy.main(f"--each 300 --seeds 1 --method bank --out {tmp_path}/deploy_mnist_compact.json".split())
+    for block in deploy_tables.BLOCKS.values():
+        assert "compact" in block(tmp_path)
 
 
 def test_time(tmp_path):
