@@ -198,3 +198,27 @@ def test_the_command(tmp_path):
     made = Prepared.load("net.tribe")
     assert made.origin == {"model": "compact", "dataset": "mnist"}
     assert made.class_names == tuple(map(str, range(10)))
+
+
+def test_the_command_takes_a_folder_of_class_folders(tmp_path):
+    """Class folders were taken for domains without labels."""
+    image = pytest.importorskip("PIL.Image")
+    images, labels = digits(0, 240)
+    for i, (x, y) in enumerate(zip(images, labels.tolist(), strict=True)):
+        place = tmp_path / "clean" / str(y)
+        place.mkdir(parents=True, exist_ok=True)
+        image.fromarray((255 * x[0]).round().byte().numpy()).save(place / f"{i}.png")
+    (tmp_path / "my.py").write_text(
+        "import torch, tribe\n"
+        "class Grey(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.net = tribe.models.load('compact', tribe.models.find('compact', 'mnist'))\n"
+        "    def forward(self, x):\n"
+        "        return self.net(x.mean(1, keepdim=True))\n"
+    )
+    options = ("--model", "my.py:Grey", "--dataset", "folder", "--data", "clean", "--method", "source", "--quick")
+    report = json.loads(succeeded(command("prepare", *options, "--json")).stdout)
+    assert report["card"]["labelled"]
+    assert report["card"]["source_accuracy"] > 0.9
+    assert Prepared.load("net.tribe").class_names == tuple(map(str, range(10)))

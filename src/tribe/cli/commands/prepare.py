@@ -15,6 +15,7 @@ from tribe.cli.custom import DATASET, component_name, method_name
 from tribe.cli.options import AsJson, Device, Model, Weights, make_workbench, parse_overrides
 from tribe.cli.output import messages, print_json
 from tribe.core.precision import deterministic, float32_precision
+from tribe.data.datasets.folder import holds_one_domain
 from tribe.io.files import check_file
 
 USUAL = 1000  # images
@@ -67,6 +68,8 @@ def prepare(
         workbench = make_workbench(model, weights, data, device)
         source = SourceImages(workbench, model, name, images, 64, seed)
         given = parse_overrides(settings, ("dataset", "model"))
+        if name == "folder" and data is not None and holds_one_domain(data):
+            given["dataset"].setdefault("one_domain", True)
         clean, net = source.prepare("test", given)
         read = Batches(source, clean, USUAL, f"reading {name}", whole=True)
         x, y = (torch.cat(column) for column in zip(*read, strict=True))

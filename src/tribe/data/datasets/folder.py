@@ -48,6 +48,7 @@ class Folder:
     """
 
     root: str  # the folder of the domains
+    one_domain: bool = False  # the root is a domain itself: its folders are classes
     size: Count | None = None  # resize the shorter side, crop the middle; None: all images have one size already
     class_names: Sequence[str] | None = None  # in the order of the network's outputs; None: all class folders, sorted
     unreadable: Unreadable = "raise"  # "skip": warn, and mark the image as not valid
@@ -147,6 +148,8 @@ class Folder:
         if not self._root.is_dir():
             raise MissingData(f"no folder {self._root}; {LAYOUT}")
         folders, images, ignored = list_folder(self._root)
+        if self.one_domain:
+            return {self._root.name: _list_domain(self._root, ignored)}
         if images:
             raise ValueError(f"{self._root} itself holds images, such as {images[0].name}; {LAYOUT}")
         if not folders:
@@ -159,6 +162,14 @@ class Folder:
             more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
             warnings.warn(f"ignored, no image by its name: {ignored[0]}{more}", stacklevel=2)
         return domains
+
+
+def holds_one_domain(root: Path) -> bool:
+    """Return whether a folder holds images, or folders with images: class folders, not domains with class folders."""
+    if not root.is_dir():
+        return False
+    folders, images, _ = list_folder(root)
+    return bool(images) or any(list_folder(folder)[1] for folder in folders)
 
 
 def _list_domain(folder: Path, ignored: list[Path]) -> _Domain:
