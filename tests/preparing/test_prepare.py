@@ -188,7 +188,8 @@ def test_bad_input_is_refused(net, change, words):
         tribe.prepare(net, images[part], labels[part], **{**SOME, **change})
 
 
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     out = succeeded(
         command("prepare", "--images", 250, "--quick", "--method", "source", "--out", "net.tribe", "--json")
     ).stdout
@@ -200,9 +201,10 @@ def test_the_command(tmp_path):
     assert made.class_names == tuple(map(str, range(10)))
 
 
-def test_the_command_takes_a_folder_of_class_folders(tmp_path):
+def test_the_command_takes_a_folder_of_class_folders(tmp_path, monkeypatch):
     """Class folders were taken for domains without labels."""
     image = pytest.importorskip("PIL.Image")
+    monkeypatch.chdir(tmp_path)
     images, labels = digits(0, 240)
     for i, (x, y) in enumerate(zip(images, labels.tolist(), strict=True)):
         place = tmp_path / "clean" / str(y)
