@@ -14,7 +14,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, four methods, a chart (offline, about a minute)
+run: $(INSTALLED)  ## run the main job: real digits, corrupted in 15 ways, seven methods, a chart (offline, three minutes)
 	$(BIN)/tribe run
 
 reproduce: $(INSTALLED)  ## reproduce a table of the paper: make reproduce TABLE=cifar10; without TABLE, list them

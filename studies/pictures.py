@@ -90,7 +90,9 @@ def day() -> Figure:
 def errors() -> Figure:
     """The errors of `make run`, corruption by corruption."""
     net, stream = network(), bursty_stream()
-    methods = {name: tribe.methods.get(name).preset("mnist") for name in ("source", "bn", "tent", "tribe")}
+    names = "source", "bn", "tent", "note", "rotta", "tribe"
+    methods: dict[str, Any] = {name: tribe.methods.get(name).preset("mnist") for name in names}
+    methods["bank+guard+time-checked"] = tribe.methods.create("bank+guard+time-checked", classes=10)
     return errors_chart({name: tribe.run(net, method, stream) for name, method in methods.items()})
 
 

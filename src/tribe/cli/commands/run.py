@@ -85,7 +85,7 @@ def run(
     model: options.Model = "compact",
     weights: options.Weights = None,
     scenario: options.ScenarioName = "gli-f",
-    methods: MethodNames = "source,bn,tent,tribe",
+    methods: MethodNames = "source,bn,tent,note,rotta,tribe,bank+guard+time-checked",
     seeds: options.Seeds = None,
     settings: options.Settings = None,
     data: options.DataRoot = None,
