@@ -209,7 +209,7 @@ def test_streams_together_equal_streams_alone_and_padding_leaves_no_trace():
     x[2, 20:] *= 255
     reference = Reference(0.9 + 0.1 * torch.linspace(0, 1, 64).expand(CLASSES, 64), torch.tensor(0.1))
     together, end = look(x, reference=reference)
-    assert len(end.martingale.mean.unique()) == len(end.martingale.log_wealth.unique(dim=0)) == 3
+    assert len(end.martingale.excess[:, 1].unique()) == len(end.martingale.log_wealth.unique(dim=0)) == 3
     for i in range(3):
         alone, state = look(x[i : i + 1], reference=reference)
         assert [event[1:] for event in alone] == [event[1:] for event in together if event.stream == i]

@@ -209,10 +209,10 @@ class Alarms:
 def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, compared: bool) -> AlarmState:
     """Update the alarms after so many images (S,): which are on, and when and with which numbers others begin."""
     bet = state.martingale
-    mean, began = bet.mean, bet.since[:, 0]
+    began, ranks, mean = bet.since[:, 0], bet.ranks[:, 0], bet.level
     if compared:  # else they stay as they were in the beginning
-        mean = bet.mean / bet.weight.clamp_min(1e-6)
-        began = torch.where(mean > 0.5, began, bet.since[:, 1])
+        larger, mean = bet.level > 0, bet.level + 0.5
+        began, ranks = (torch.where(larger, t[:, 0], t[:, 1]) for t in (bet.since, bet.ranks))
     was_on = state.on[:, : len(FAULTS)]
     faulty = torch.where(was_on, state.faults > END, state.faults >= BEGIN)
     scatter = signs.scatter | (state.on[:, -1] & (state.collapse.evidence > 0))  # until nothing speaks for it
@@ -224,7 +224,7 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, c
     ordered = (images - state.collapse.length).clamp_min_(0)
     since = torch.cat((state.first, torch.stack((began, state.fine, state.images, pure, ordered), 1)), 1)
     none = torch.zeros_like(mean)  # `Alarms.compare` has the numbers of the accuracy
-    pairs = mean, bet.weight, none, none, distance, state.collapse.steps, signs.top_share, signs.top, signs.order
+    pairs = mean, ranks, none, none, distance, state.collapse.steps, signs.top_share, signs.top, signs.order
     others = torch.stack([t.float() for t in (*pairs, signs.source_order)], 1).unflatten(1, (-1, 2))
     faults = torch.stack((state.faults, state.frames.grey.unsqueeze(1).expand_as(state.faults)), 2)
     numbers = torch.nn.functional.pad(torch.cat((faults, others), 1), (0, NUMBERS - 2))

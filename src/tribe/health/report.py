@@ -156,8 +156,8 @@ WORDINGS: dict[str, tuple[str, tuple[str, ...]]] = {  # the text of an alarm, an
     "frozen": ("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
     "blurred": ("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
     "shift": (
-        "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
-        ("mean_rank", "window_filled"),
+        "the images differ from the source's: the mean rank of {1:.0f} entropies is {0:.2f}, normal is 0.50",
+        ("mean_rank", "ranks"),
     ),
     "accuracy": (
         "the estimated accuracy is {0:.2f} ({1:.2f} to {2:.2f}); clean images had {3:.2f}",
