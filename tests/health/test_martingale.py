@@ -108,6 +108,15 @@ def test_an_alarm_ends_soon_after_the_images_are_normal_again_and_not_before(shi
     assert not lasted[:, 2150:].any()
 
 
+@pytest.mark.parametrize(("shift", "most"), [(1.5, 56), (3.0, 42)])
+def test_an_alarm_needs_few_ranks_where_each_batch_has_four(shift, most):
+    """Four of 64 images are what a guard asks the source; no bet on a mean rank needs fewer than 25."""
+    parts = [(ranks(source(400, seed=2 * i)), ranks(source(400, shift, seed=2 * i + 1))) for i in range(40)]
+    alarms, _ = play(torch.cat([torch.cat(part, 1) for part in parts]), size=4)
+    assert [i for i, *_ in sorted(alarms)] == list(range(40)), "each stream alarms once"
+    assert sum(images - 400 for _, images, *_ in alarms) / 40 <= most
+
+
 @pytest.mark.parametrize("length", [1, 50, 500])
 def test_a_change_that_lasts_is_one_alarm_whatever_the_order_of_classes(length):
     labels = torch.arange(20_000) // length % CLASSES

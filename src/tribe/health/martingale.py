@@ -59,7 +59,7 @@ class Martingale:
     alpha: float = 1e-6  # at most one false alarm in 1 / alpha images, on average
     end: float = 0.01  # how seldom a change that is half as large, and no less than the tolerance, counts as over
     memory: int = 200  # images over which squared gradients are discounted
-    rate: float = 0.5  # of the updates of the bet
+    rate: float = 1.0  # of the updates of the bet; with 0.5 alarms come a quarter later
 
     def init(self, streams: int, device: torch.device | str | None = None) -> MartingaleState:
         """The state before the first image."""
