@@ -241,6 +241,7 @@ def test_nothing_waits_for_the_device():
         reference = Reference(torch.rand(CLASSES, 64), torch.rand(()))
         given = {"source": output, "known": valid, "reference": reference}
         state = ALARMS.observe(state, verdict, output, valid, torch.rand(2), **given)
+        state = ALARMS.compare(state, (torch.rand(2), torch.rand(2), torch.rand(2)), 0.9, valid[:, 0])
     assert state.on.shape == (2, len(KINDS))
 
 
