@@ -1,6 +1,8 @@
 """Alarms: each begins when it should, is told once in words, and rows, padding and the device's time do not matter."""
 
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,13 @@ from tribe import methods
 from tribe.core.state import leaves, select, stream
 from tribe.health.alarms import KINDS, Alarms, CollapseRules, look_for_collapse, start_collapse
 from tribe.health.frames import Verdict
+from tribe.health.guard import FAULTY, GONE_WRONG
 from tribe.health.martingale import Reference, fit_reference
 from tribe.health.report import AlarmLog, Event, read_alarms
+from tribe.health.watch import Watcher
+from tribe.testing import small_network
+from tribe.testing.shared import small_backbone
+from watching import calibration_of
 
 CLASSES, SIZE = 10, 20
 ALARMS = Alarms()
@@ -202,7 +209,7 @@ def test_streams_together_equal_streams_alone_and_padding_leaves_no_trace():
     x[2, 20:] *= 255
     reference = Reference(0.9 + 0.1 * torch.linspace(0, 1, 64).expand(CLASSES, 64), torch.tensor(0.1))
     together, end = look(x, reference=reference)
-    assert len(end.martingale.mean.unique()) == len(end.martingale.log_wealth.unique(dim=0)) == 3
+    assert len(end.martingale.excess[:, 1].unique()) == len(end.martingale.log_wealth.unique(dim=0)) == 3
     for i in range(3):
         alone, state = look(x[i : i + 1], reference=reference)
         assert [event[1:] for event in alone] == [event[1:] for event in together if event.stream == i]
@@ -234,6 +241,7 @@ def test_nothing_waits_for_the_device():
         reference = Reference(torch.rand(CLASSES, 64), torch.rand(()))
         given = {"source": output, "known": valid, "reference": reference}
         state = ALARMS.observe(state, verdict, output, valid, torch.rand(2), **given)
+        state = ALARMS.compare(state, (torch.rand(2), torch.rand(2), torch.rand(2)), 0.9, valid[:, 0])
     assert state.on.shape == (2, len(KINDS))
 
 
@@ -244,6 +252,65 @@ def test_a_class_that_is_not_known_for_any_image_says_nothing():
         signs, state = look_for_collapse(CollapseRules(), state, predicted, counted, torch.zeros(1))
     assert float(state.evidence) == 0
     assert not signs.scatter
+
+
+@pytest.mark.parametrize("size", [20, 500])
+def test_an_estimated_accuracy_that_falls_is_told_once_with_its_numbers_and_ends_when_it_is_back(size):
+    calibration = replace(calibration_of(small_network(), classes=CLASSES), accuracy=0.95)
+    watcher = Watcher.of(CLASSES, 0, calibration, torch.device("cpu"))
+    state, seen, events, told = watcher.init(small_backbone(), 2), None, [], []
+    sure, unsure = torch.full((1500,), 6.0), torch.full((1500,), 0.7)
+    gaps = torch.stack((torch.cat((sure, unsure, sure)), sure.repeat(3)))  # the second stream stays as it is
+    output = gaps.unsqueeze(2) * torch.eye(CLASSES)[mixed(4500)]
+    for x in output.split(size, 1):
+        valid = torch.ones(x.shape[:2], dtype=torch.bool)
+        verdict = Verdict(*[torch.zeros_like(valid)] * 7)
+        info = SimpleNamespace(distance=torch.zeros(2), student_agreement=torch.ones(2))
+        state = watcher.estimate(watcher.observe(state, verdict, None, x, valid, info), None, x, valid, info)
+        new, seen = read_alarms(state.alarms, seen)
+        events += [event for event in new if event.kind == "accuracy"]
+        told.append(bool(state.alarms.on[0, KINDS.index("accuracy")]))
+    (event,) = events
+    numbers = event.numbers
+    assert event.stream == 0
+    assert 1500 < event.image <= 2000
+    assert 1000 <= event.since <= 1625
+    assert numbers["low"] < numbers["accuracy"] < numbers["high"] < numbers["clean"] == pytest.approx(0.95)
+    assert f"({numbers['low']:.2f} to {numbers['high']:.2f}); clean images had 0.95; since image" in event.words
+    on = torch.tensor(told).repeat_interleave(size)[:4500]
+    assert bool(on[event.image : 3000].all()), "it does not flicker"
+    assert not on[3500:].any()
+
+
+def test_an_accuracy_between_the_two_thresholds_neither_begins_nor_ends_an_alarm():
+    state, on = ALARMS.init(1, CLASSES), []
+    for images, high in enumerate((0.9, 0.75, 0.69, 0.74, 0.76, 0.74)):
+        state = state._replace(images=torch.tensor([images]))
+        estimate = tuple(torch.tensor([value]) for value in (high - 0.04, high - 0.2, high))
+        late = ALARMS.compare(state, estimate, 0.8, torch.tensor([False]))
+        assert torch.equal(late.on, state.on)
+        state = ALARMS.compare(state, estimate, 0.8, torch.tensor([True]))
+        on.append(bool(state.on[0, KINDS.index("accuracy")]))
+    assert on == [False, False, True, True, False, False]
+    assert int(state.since[0, KINDS.index("accuracy")]) == 1, "it was fine then"
+    assert state.on.sum() == 0
+    assert state.times.sum() == 1
+
+
+def test_the_accuracy_of_streams_together_is_compared_as_that_of_streams_alone():
+    estimator = calibration_of(small_network(), classes=CLASSES).estimator
+    x = torch.randn(5, 300, CLASSES, generator=draw(4)) * torch.linspace(0.5, 4, 5).view(5, 1, 1)
+    valid = torch.ones(5, 300, dtype=torch.bool)
+    together = estimator.read_window(estimator.observe(estimator.init(5), x, valid, torch.ones(5), None))
+    for i in range(5):
+        state = estimator.observe(estimator.init(), x[[i]], valid[[i]], torch.ones(1), None)
+        for a, b in zip(together, estimator.read_window(state), strict=True):
+            assert torch.equal(a[[i]], b)
+
+
+def test_a_fallen_accuracy_is_no_reason_for_a_guard_to_go_back():
+    assert "accuracy" not in (*KINDS[GONE_WRONG], *KINDS[FAULTY])
+    assert KINDS[GONE_WRONG] == ("drift", "collapse", "scatter")
 
 
 EVENT = Event(1, "black", 30, 20, "the camera is black", {"share": 1.0})

@@ -77,13 +77,66 @@ def test_a_change_in_either_direction_is_found_with_its_beginning(shift, size):
     assert 3200 < alarm[1] <= 3200 + 320
     assert abs(alarm[2 if shift > 0 else 3] - 3200) <= 128
     assert bool(state.changed)
-    assert math.copysign(1, float(state.mean / state.weight) - 0.5) == math.copysign(1, shift)
+    changed = float(ranks(after).mean()) - 0.5
+    assert float(state.level) == pytest.approx(changed, abs=0.15)
+    assert math.copysign(1, float(state.level)) == math.copysign(1, shift)
 
 
 def test_an_alarm_is_given_once_a_change_and_again_after_a_normal_time():
     parts = [source(2000, shift, seed=i) for i, shift in enumerate((0, 2, 0, 2))]
     alarms, _ = play(ranks(*parts))
     assert [images // 2000 for _, images, *_ in alarms] == [1, 3]
+
+
+@pytest.mark.parametrize("shift", [0.8, 1.5, -1.5, 3.0])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_an_alarm_ends_soon_after_the_images_are_normal_again_and_not_before(shift, size):
+    """125 ranks are 500 images of which the source predicts every fourth, and 40 are 640 of every sixteenth."""
+    streams, test = 20, Martingale()
+    changed = [ranks(source(2000, shift, seed=2 * i)) for i in range(streams)]
+    normal = [ranks(source(800, seed=2 * i + 1)) for i in range(streams)]
+    played = torch.cat((torch.cat(changed), torch.cat(normal)), 1)
+    state, on = test.init(streams), []
+    for u in played.split(size, 1):
+        _, state = test.step(REFERENCE, state, u, torch.ones_like(u) > 0, torch.zeros(streams, dtype=torch.int64))
+        on.append(state.changed)
+    lasted = torch.stack(on, 1).repeat_interleave(size, 1)
+    assert bool(lasted[:, 800:2000].all()), "no alarm ends while the change lasts"
+    late = lasted[:, 2000:].sum(1)
+    assert int(late.max()) <= 150
+    assert float(late.float().mean()) <= (40 if abs(shift) > 1 else 125)
+    assert not lasted[:, 2150:].any()
+
+
+@pytest.mark.parametrize(("shift", "most"), [(1.5, 56), (3.0, 42)])
+def test_an_alarm_needs_few_ranks_where_each_batch_has_four(shift, most):
+    """Four of 64 images are what a guard asks the source; no bet on a mean rank needs fewer than 25."""
+    parts = [(ranks(source(400, seed=2 * i)), ranks(source(400, shift, seed=2 * i + 1))) for i in range(40)]
+    alarms, _ = play(torch.cat([torch.cat(part, 1) for part in parts]), size=4)
+    assert [i for i, *_ in sorted(alarms)] == list(range(40)), "each stream alarms once"
+    assert sum(images - 400 for _, images, *_ in alarms) / 40 <= most
+
+
+@pytest.mark.parametrize("length", [1, 50, 500])
+def test_a_change_that_lasts_is_one_alarm_whatever_the_order_of_classes(length):
+    labels = torch.arange(20_000) // length % CLASSES
+    alarms, state = play(ranks(source(20_000, 1.5, labels=labels, seed=3)), size=16)
+    assert len(alarms) == 1
+    assert bool(state.changed)
+
+
+def test_a_change_into_the_other_direction_is_another_alarm():
+    alarms, state = play(ranks(*(source(1000, shift, seed=i) for i, shift in enumerate((0, 2, -2)))))
+    assert [images // 1000 for _, images, *_ in alarms] == [1, 2]
+    assert float(state.level) < 0
+
+
+def test_alarms_after_alarms_are_as_rare_as_alpha_says():
+    """An end is found at once, and the test begins anew: it does not raise false alarms faster."""
+    fair, quick = Reference(REFERENCE.quantiles, torch.tensor(0.0)), Martingale(alpha=1e-2, end=1.0)
+    u = torch.rand(100, 2000, generator=torch.Generator().manual_seed(0))
+    alarms, _ = play(u, size=4, test=quick, reference=fair)
+    assert 0 < len(alarms) <= u.numel() * 1e-2
 
 
 def test_a_batch_without_images_changes_nothing():

@@ -1,9 +1,9 @@
 """Alarms of every stream: faults of the camera, a change of the images, and adapting that goes wrong.
 
-Two pure functions over rows watch a method, `Alarms.look` before it learns and `Alarms.observe` after. They do not
-synchronise, so that they can be part of a captured step. On the host, `tribe.health.report` turns what is new into
-events in words. Adapting that goes wrong shows in what a method predicts and how far it moved; each sign is compared
-with a cause:
+Three pure functions over rows watch a method: `Alarms.look` before it learns, `Alarms.observe` after, and
+`Alarms.compare` its estimated accuracy. They do not synchronise, so that they can be part of a captured step. On the
+host, `tribe.health.report` turns what is new into events in words. Adapting that goes wrong shows in what a method
+predicts and how far it moved; each sign is compared with a cause:
 
 drift        the affine parameters moved further than the number of steps explains
 collapse     nearly all predictions are one class, while the source's predictions of the same images are spread, and
@@ -28,8 +28,11 @@ from tribe.health.frames import FrameRules, FrameState, Verdict, judge, start_fr
 from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
 
 FAULTS = Verdict._fields
-KINDS = (*FAULTS, "shift", "drift", "collapse", "scatter")
+KINDS = (*FAULTS, "shift", "accuracy", "drift", "collapse", "scatter")
+ACCURACY = KINDS.index("accuracy")
+NUMBERS = 4  # the most that the text of an alarm says
 BEGIN, END = 0.5, 0.1  # share of faulty frames at which an alarm begins and ends
+FALLEN, BACK = 0.1, 0.05  # how far below that of clean images an accuracy is, for certain, if an alarm begins and ends
 
 NEAR, MIDDLE, FAR = 32, 256, 2000  # images: neighbours, a burst, the mixture of bursts
 WINDOWS = (NEAR, MIDDLE, FAR, NEAR, MIDDLE)  # of the rows of `CollapseState.shares`: three adapted, two of the source
@@ -104,7 +107,8 @@ class AlarmState(NamedTuple):
     times: Annotated[Tensor, COUNT]  # (S, n) int64, how often each alarm began
     image: Annotated[Tensor, COUNT]  # (S, n) int64, images seen when it last began
     since: Annotated[Tensor, COUNT]  # (S, n) int64, after how many images its cause began
-    numbers: Tensor  # (S, n, 2) what `read` says of it
+    numbers: Tensor  # (S, n, 4) what `read` says of it
+    fine: Annotated[Tensor, COUNT]  # (S,) int64, images when the estimated accuracy was last above the alarm's
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,8 @@ class Alarms:
             times=count,
             image=count.clone(),
             since=count.clone(),
-            numbers=torch.zeros(streams, len(KINDS), 2, device=device),
+            numbers=torch.zeros(streams, len(KINDS), NUMBERS, device=device),
+            fine=count[:, 0].clone(),
         )
 
     @torch.no_grad()
@@ -182,33 +187,57 @@ class Alarms:
             state = state._replace(martingale=martingale)
         return _update(state, signs, images, distance, compared=reference is not None)
 
+    @torch.no_grad()
+    def compare(
+        self, state: AlarmState, estimate: tuple[Tensor, Tensor, Tensor], clean: float, due: Tensor
+    ) -> AlarmState:
+        """Compare the estimated accuracy of the streams that are ``due`` (S,) with that of ``clean`` images.
+
+        ``estimate`` has the accuracy and the ends of its interval, (S,) each. The alarm "accuracy" begins where the
+        whole interval lies `FALLEN` below, and ends where it does not lie `BACK` below.
+        """
+        accuracy, low, high = estimate
+        fallen, back = high < clean - FALLEN, high >= clean - BACK
+        was_on = state.on[:, ACCURACY]
+        on = state.on.clone()
+        on[:, ACCURACY] = torch.where(due, fallen | (was_on & ~back), was_on)
+        numbers = torch.stack((accuracy, low, high, torch.full_like(high, clean)), 1)
+        state = _begin(state, on, state.fine.unsqueeze(1), numbers.unsqueeze(1).to(state.numbers.dtype))
+        return state._replace(fine=torch.where(due & (accuracy >= clean - FALLEN), state.images, state.fine))
+
 
 def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, compared: bool) -> AlarmState:
     """Update the alarms after so many images (S,): which are on, and when and with which numbers others begin."""
     bet = state.martingale
-    mean, began = bet.mean, bet.since[:, 0]
+    began, ranks, mean = bet.since[:, 0], bet.ranks[:, 0], bet.level
     if compared:  # else they stay as they were in the beginning
-        mean = bet.mean / bet.weight.clamp_min(1e-6)
-        began = torch.where(mean > 0.5, began, bet.since[:, 1])
+        larger, mean = bet.level > 0, bet.level + 0.5
+        began, ranks = (torch.where(larger, t[:, 0], t[:, 1]) for t in (bet.since, bet.ranks))
     was_on = state.on[:, : len(FAULTS)]
     faulty = torch.where(was_on, state.faults > END, state.faults >= BEGIN)
     scatter = signs.scatter | (state.on[:, -1] & (state.collapse.evidence > 0))  # until nothing speaks for it
-    on = torch.cat((faulty, torch.stack((bet.changed, signs.drift, signs.collapse, scatter), 1)), 1)
-    begins = on & ~state.on
+    kinds = bet.changed, state.on[:, ACCURACY], signs.drift, signs.collapse, scatter
+    on = torch.cat((faulty, torch.stack(kinds, 1)), 1)
 
     filling = (1 - signs.top_share).clamp_min_(1e-6).log_().mul_(MIDDLE)  # a window of one class fills so fast
     pure = (images + filling).long().clamp_min_(0)
     ordered = (images - state.collapse.length).clamp_min_(0)
-    since = torch.cat((state.first, torch.stack((began, state.images, pure, ordered), 1)), 1)
-    pairs = mean, bet.weight, distance, state.collapse.steps, signs.top_share, signs.top, signs.order
-    four = torch.stack([t.float() for t in (*pairs, signs.source_order)], 1).unflatten(1, (4, 2))
-    seven = torch.stack((state.faults, state.frames.grey.unsqueeze(1).expand_as(state.faults)), 2)
-    numbers = torch.cat((seven, four), 1)
+    since = torch.cat((state.first, torch.stack((began, state.fine, state.images, pure, ordered), 1)), 1)
+    none = torch.zeros_like(mean)  # `Alarms.compare` has the numbers of the accuracy
+    pairs = mean, ranks, none, none, distance, state.collapse.steps, signs.top_share, signs.top, signs.order
+    others = torch.stack([t.float() for t in (*pairs, signs.source_order)], 1).unflatten(1, (-1, 2))
+    faults = torch.stack((state.faults, state.frames.grey.unsqueeze(1).expand_as(state.faults)), 2)
+    numbers = torch.nn.functional.pad(torch.cat((faults, others), 1), (0, NUMBERS - 2))
+    return _begin(state._replace(images=images), on, since, numbers)
+
+
+def _begin(state: AlarmState, on: Tensor, since: Tensor, numbers: Tensor) -> AlarmState:
+    """Return the state with the alarms that are ``on`` (S, n), and what is known of those that begin."""
+    begins = on & ~state.on
     return state._replace(
-        images=images,
         on=on,
         times=state.times + begins,
-        image=torch.where(begins, images.unsqueeze(1), state.image),
+        image=torch.where(begins, state.images.unsqueeze(1), state.image),
         since=torch.where(begins, since, state.since),
         numbers=torch.where(begins.unsqueeze(2), numbers, state.numbers),
     )

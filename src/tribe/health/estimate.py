@@ -208,15 +208,18 @@ class Estimator:
     @torch.no_grad()
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
-        features, seen = self._features(state), state.images.clamp_max(self.window)
-        accuracy, low, high = self.interval(features, seen)
-        source = accuracy, low, high
+        accuracy, low, high = source = self.read_window(state)
         if self.source is not None:
-            source = self.source.interval(features, seen, state.rings.source.abs().sum(1))
+            asked = state.rings.source.abs().sum(1)
+            source = self.source.interval(self._features(state), state.images.clamp_max(self.window), asked)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
         return Estimate(accuracy, low, high, overall, *source)
+
+    def read_window(self, state: "EstimateState") -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accuracy of the last images of all streams, and the ends of its 90 % interval."""
+        return self.interval(self._features(state), state.images.clamp_max(self.window))
 
     def _features(self, state: "EstimateState") -> Features:
         filled = torch.arange(self.window, device=state.images.device) < state.images.unsqueeze(1)  # (S, W)

@@ -8,6 +8,10 @@ holds the tolerance within which ranks count as unchanged.
 
 An e-process restarts at 1 whenever it falls below. So a change is found as fast after a year as after a day, and
 false alarms come at most once in 1 / alpha images on average (Shin, Ramdas and Rinaldo, E-detectors, 2024).
+
+After an alarm another gambler bets that the change is over: against ranks that are still half as far from 1/2, in the
+same direction, as they were at the alarm. When he has won, the test begins anew. So an alarm ends as soon as the ranks
+say so, and does not wait for a mean over the past to become normal again.
 """
 
 import math
@@ -23,6 +27,7 @@ LEVELS = 64  # quantiles kept for each class
 MIN_IMAGES_PER_CLASS = 20  # calibration images of a predicted class below which it uses the quantiles of all classes
 TOLERANCE_ERRORS = 3.0  # standard errors that are added to the tolerance: the calibration images are a sample, too
 MIN_BET = 0.02  # so that the first surprising batch counts
+TINY = 1e-6  # the least level of a change
 MAX_LOSS = 0.9  # greatest share of the wealth that one image may cost
 
 
@@ -34,15 +39,17 @@ class Reference(NamedTuple):
 
 
 class MartingaleState(NamedTuple):
-    """The two e-processes of every stream, against larger and smaller entropies, and the mean rank."""
+    """The two e-processes of every stream, against larger and smaller entropies, and one that a change is over."""
 
     log_wealth: Tensor  # (S, 2) at least 0 before a batch
     bet: Tensor  # (S, 2)
     scale: Annotated[Tensor, NOT_NEGATIVE]  # (S, 2) squared gradients, discounted
     since: Annotated[Tensor, COUNT]  # (S, 2) int64, the image after which an e-process last restarted
-    mean: Tensor  # (S,) mean rank of about the last `window` images, times `weight`
-    weight: Annotated[Tensor, NOT_NEGATIVE]  # (S,) how full the window is, at most 1
-    changed: Tensor  # (S,) bool, from an alarm until the mean rank is normal again
+    excess: Tensor  # (S, 2) sum of the ranks since then, less 1/2 each; as it was at the alarm while a change lasts
+    ranks: Annotated[Tensor, NOT_NEGATIVE]  # (S, 2) how many these are
+    level: Tensor  # (S,) the mean rank at the alarm, less 1/2; 0: no change
+    over: Tensor  # (S,) logarithm of the wealth of the gambler that the change is over; at least 0 before a batch
+    changed: Tensor  # (S,) bool, from an alarm until the change is over
 
 
 @dataclass(frozen=True)
@@ -50,15 +57,16 @@ class Martingale:
     """The settings of the test."""
 
     alpha: float = 1e-6  # at most one false alarm in 1 / alpha images, on average
-    window: int = 500  # images of the mean rank, which says how much changed
+    end: float = 0.01  # how seldom a change that is half as large, and no less than the tolerance, counts as over
     memory: int = 200  # images over which squared gradients are discounted
-    rate: float = 0.5  # of the updates of the bet
+    rate: float = 1.0  # of the updates of the bet; with 0.5 alarms come a quarter later
 
     def init(self, streams: int, device: torch.device | str | None = None) -> MartingaleState:
         """The state before the first image."""
         two, one = torch.zeros(streams, 2, device=device), torch.zeros(streams, device=device)
         since, changed = two.to(torch.int64), one.to(torch.bool)
-        return MartingaleState(two, two + MIN_BET, two.clone(), since, one, one.clone(), changed)
+        bets, sums = (two + MIN_BET, two.clone()), (two.clone(), two.clone())
+        return MartingaleState(two, *bets, since, *sums, one, one.clone(), changed)
 
     @torch.no_grad()
     def step(
@@ -66,37 +74,50 @@ class Martingale:
     ) -> tuple[Tensor, MartingaleState]:
         """Update with the ranks (S, B) of a batch, after ``images`` (S,) earlier ones; return which streams alarm.
 
-        The bet stays the same within a batch. A stream that alarms starts again when its mean rank is normal.
+        The bet stays the same within a batch. A stream that alarms starts again when the change is over.
         """
-        count = valid.sum(1)
-        excess = ranks - 0.5
+        count, was = valid.sum(1), state.changed.unsqueeze(1)
+        excess = torch.where(valid, ranks - 0.5, 0.0)
         gain = torch.stack((excess, -excess), 1) - reference.tolerance  # (S, 2, B)
         gain = torch.where(valid.unsqueeze(1), gain, 0.0)
-        restarts = state.log_wealth <= 0
+        restarts = (state.log_wealth <= 0) & ~was
         odds = 1 + state.bet.unsqueeze(2) * gain
         log_wealth = state.log_wealth.clamp_min(0) + odds.log().sum(2)
         slope = (gain / odds).sum(2)
         scale = state.scale * torch.exp(-count / self.memory).unsqueeze(1) + slope.square()
         most = MAX_LOSS / (0.5 + reference.tolerance)
         bet = (state.bet + self.rate * slope / scale.clamp_min(1e-12).sqrt()).clamp_min(MIN_BET).minimum(most)
-        keep = torch.exp(-count / self.window)
-        share = (1 - keep) / count.clamp_min(1)
-        mean = state.mean * keep + torch.where(valid, ranks, 0.0).sum(1) * share
-        weight = state.weight * keep + (1 - keep)
-        normal = (mean / weight.clamp_min(1e-12) - 0.5).abs() <= reference.tolerance
+        sums, counts = (torch.where(restarts, 0.0, t) for t in (state.excess, state.ranks))
+        sums, counts = sums + excess.sum(1, keepdim=True) * ~was, counts + count.unsqueeze(1) * ~was
         significant = torch.logaddexp(log_wealth[:, 0], log_wealth[:, 1]) - math.log(2) >= -math.log(self.alpha)
         alarm = significant & ~state.changed
-        changed = (state.changed | alarm) & ~(normal & ~alarm)
+        larger, means = log_wealth[:, 0] >= log_wealth[:, 1], sums / counts.clamp_min(1)
+        at_least = reference.tolerance.clamp_min(TINY)
+        level = torch.where(larger, means[:, 0].maximum(at_least), means[:, 1].minimum(-at_least))
+        over = state.over + self._bet_that_it_is_over(reference, state.level, excess, valid)
+        changed = alarm | (state.changed & (over < -math.log(self.end)))
         after = MartingaleState(
-            log_wealth=torch.where(changed.unsqueeze(1), 0.0, log_wealth),
+            log_wealth=torch.where(was | changed.unsqueeze(1), 0.0, log_wealth),
             bet=bet,
             scale=scale,
-            since=torch.where(restarts & ~state.changed.unsqueeze(1), images.unsqueeze(1), state.since),
-            mean=mean,
-            weight=weight,
+            since=torch.where(restarts, images.unsqueeze(1), state.since),
+            excess=sums,
+            ranks=counts,
+            level=torch.where(alarm, level, torch.where(changed, state.level, 0.0)),
+            over=torch.where(changed & ~alarm, over.clamp_min(0), 0.0),
             changed=changed,
         )
         return alarm, after
+
+    def _bet_that_it_is_over(self, reference: Reference, level: Tensor, excess: Tensor, valid: Tensor) -> Tensor:
+        """The logarithm of what a gambler wins (S,) from ranks less 1/2 (S, B) after a change of this level (S,).
+
+        The bet is the best one if ranks are uniform again, to second order: gain over variance and squared gain.
+        """
+        least = (level.abs() / 2).maximum(reference.tolerance).clamp_max(0.5).unsqueeze(1)
+        gain = least - level.sign().unsqueeze(1) * excess
+        won: Tensor = torch.where(valid, (least / (1 / 12 + least.square()) * gain).log1p(), 0.0).sum(1)
+        return won
 
 
 def rank(reference: Reference, entropy: Tensor, predicted: Tensor) -> Tensor:

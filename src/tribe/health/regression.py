@@ -14,6 +14,7 @@ REACH = 1.5  # how far the curve remembers a point, in standard deviations of ev
 NOISE = 0.2  # variance of the values around line and curve
 BEYOND = 0.3  # how far beyond the points of the fit the regression goes on, as a share of their range
 LEAST_SPREAD = 1e-3  # a feature that varies less is constant, and is left out
+ROWS = 64  # of a matrix as large as the points squared that a variance multiplies at once
 JITTER = 1e-6  # on the diagonal of the covariance, for its decomposition
 
 
@@ -65,9 +66,11 @@ class GaussianProcess(NamedTuple):
     def variance(self, features: Tensor) -> Tensor:
         """Return the variance of the values of features (..., F), with NOISE."""
         x = self._standard(features)
-        known = _kernel(x, self.points, self.amplitude) @ self.root.T
+        near = _kernel(x, self.points, self.amplitude).unsqueeze(-2)
+        # Sums, as above, of some rows at a time: all of them would be M times as large as the features' kernel.
+        known = torch.stack([(near * rows).sum(-1).square().sum(-1) for rows in self.root.split(ROWS)]).sum(0)
         prior = self.amplitude.square() + x.square().sum(-1)
-        return (prior - known.square().sum(-1)).clamp_min(0) + NOISE
+        return (prior - known).clamp_min(0) + NOISE
 
     def _standard(self, features: Tensor) -> Tensor:
         x = (torch.where(features.isnan(), self.mean, features.to(self.mean.dtype)) - self.mean) * self.factor

@@ -144,7 +144,7 @@ class AlarmLog:
 
 
 _FAULT = ("share", "grey")
-WORDINGS = {  # the text of an alarm, and the names of the two numbers in it
+WORDINGS: dict[str, tuple[str, tuple[str, ...]]] = {  # the text of an alarm, and the names of the numbers in it
     "black": ("the camera is black: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
     "white": ("the camera is white: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
     "flat": ("the camera shows one grey: {0:.0%} of the last frames, mean grey {1:.2f}", _FAULT),
@@ -156,8 +156,12 @@ WORDINGS = {  # the text of an alarm, and the names of the two numbers in it
     "frozen": ("the camera is frozen: {0:.0%} of the last frames equal the one before", _FAULT),
     "blurred": ("the camera is blurred: {0:.0%} of the last frames are hardly more than a gradient", _FAULT),
     "shift": (
-        "the images differ from the source's: the mean rank of the entropy is {0:.2f}, normal is 0.50",
-        ("mean_rank", "window_filled"),
+        "the images differ from the source's: the mean rank of {1:.0f} entropies is {0:.2f}, normal is 0.50",
+        ("mean_rank", "ranks"),
+    ),
+    "accuracy": (
+        "the estimated accuracy is {0:.2f} ({1:.2f} to {2:.2f}); clean images had {3:.2f}",
+        ("accuracy", "low", "high", "clean"),
     ),
     "drift": ("the parameters run away: they moved by {0:.3f} of their norm in {1:.0f} steps", ("distance", "steps")),
     "collapse": (
@@ -170,6 +174,12 @@ WORDINGS = {  # the text of an alarm, and the names of the two numbers in it
         ("order", "source_order"),
     ),
 }
+
+
+def describe_alarm(kind: str, numbers: Sequence[float]) -> tuple[str, dict[str, float]]:
+    """Return the words of an alarm, and its numbers by name; ``numbers`` are those of its state, and zeros."""
+    text, names = WORDINGS[kind]
+    return text.format(*numbers), dict(zip(names, numbers, strict=False))
 
 
 def read_alarms(state: AlarmState, since: Counts = None) -> tuple[list[Event], list[list[int]]]:
@@ -190,7 +200,7 @@ def read_alarms(state: AlarmState, since: Counts = None) -> tuple[list[Event], l
     image, first, numbers = state.image.tolist(), state.since.tolist(), state.numbers.tolist()
     events = []
     for i, j in fresh:
-        (text, names), pair = WORDINGS[KINDS[j]], numbers[i][j]
-        words = f"{text.format(*pair)}; since image {first[i][j]:,}"
-        events.append(Event(i, KINDS[j], image[i][j], first[i][j], words, dict(zip(names, pair, strict=True))))
+        text, named = describe_alarm(KINDS[j], numbers[i][j])
+        words = f"{text}; since image {first[i][j]:,}"
+        events.append(Event(i, KINDS[j], image[i][j], first[i][j], words, named))
     return sorted(events, key=lambda event: event.image), counts

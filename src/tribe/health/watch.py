@@ -21,6 +21,7 @@ from tribe.health.probe import Answers, ShiftState, ask, start_shift
 from tribe.health.regression import GaussianProcess
 
 RECENT = 500  # images of the means: of the agreement with the source, and of what a method reports of its batches
+QUARTERS = 4  # so often in a window the estimated accuracy is compared
 
 
 class WatchState(NamedTuple):
@@ -41,6 +42,7 @@ class Watcher:
     probe: int
     estimator: Estimator
     normal: Reference | None  # what is normal for the source; None without a calibration
+    clean: float = 0.0  # the source's accuracy on clean images, of which calibration knows the labels
     alarms: Alarms = Alarms()  # noqa: RUF009
 
     @staticmethod
@@ -51,7 +53,7 @@ class Watcher:
             return Watcher(probe, Estimator(classes, 1.0, empty), None)
         estimator = calibration.estimator.to(device)
         normal = tree_map(lambda t: t.to(device), calibration.normal)
-        return Watcher(probe, estimator, normal)
+        return Watcher(probe, estimator, normal, calibration.accuracy)
 
     def init(self, net: Backbone, streams: int) -> WatchState:
         """The state before the first image."""
@@ -98,11 +100,19 @@ class Watcher:
     def estimate(
         self, state: WatchState, answers: Answers | None, delivered: Tensor, valid: Tensor, info: Any
     ) -> WatchState:
-        """Add the answers of a batch that are delivered, after a time filter: logits or log-probabilities."""
+        """Add the answers of a batch that are delivered, after a time filter: logits or log-probabilities.
+
+        Whenever a quarter of a window has passed, the accuracy is compared with that of clean images.
+        """
         if self.normal is None:
             return state
         estimate = self.estimator.observe(state.estimate, delivered, valid, info.student_agreement, answers)
-        return state._replace(estimate=estimate)
+        quarter = max(self.estimator.window // QUARTERS, 1)
+        due = estimate.images // quarter > state.estimate.images // quarter
+        if due.device.type == "cpu" and not due.any():  # on other devices this would synchronise
+            return state._replace(estimate=estimate)
+        alarms = self.alarms.compare(state.alarms, self.estimator.read_window(estimate), self.clean, due)
+        return state._replace(estimate=estimate, alarms=alarms)
 
     @torch.no_grad()
     def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:

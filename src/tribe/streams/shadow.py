@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tribe.fields import require
 from tribe.health.alarms import KINDS
-from tribe.health.report import WORDINGS, Event, Health
+from tribe.health.report import Event, Health, describe_alarm
 from tribe.methods import AnyMethod, Pipeline
 from tribe.streams.batching import EntryGroup, Runner
 from tribe.streams.budget import Began
@@ -81,8 +81,7 @@ class Shadow:
             kinds = [kind for kind in self.alarms if on[i][KINDS.index(kind)]]
             if kinds:
                 j = KINDS.index(kinds[0])
-                (text, names), pair, since = WORDINGS[kinds[0]], alarms.numbers[i, j].tolist(), int(alarms.since[i, j])
-                why, numbers = text.format(*pair), dict(zip(names, pair, strict=True))
+                (why, numbers), since = describe_alarm(kinds[0], alarms.numbers[i, j].tolist()), int(alarms.since[i, j])
             elif healths and i in due and (found := source_is_ahead(healths[i])) is not None:
                 (why, numbers), since = found, images[i]
             else:
