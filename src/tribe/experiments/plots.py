@@ -27,6 +27,7 @@ COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 MARKERS = "osD^v<>pX*"
 MARKS = ("#D55E00", "#CC79A7")
 MOST_CELLS = 400  # of a map whose cells show their numbers
+INSIDE = 4  # methods that a legend inside of a chart names; more would hide lines
 WINDOW = 64  # images of a stream whose balance is one point
 COSTS = (1, 1.5, 2, 3, 5, 10, 20, 50, 100)  # that an axis names
 FORMATS = (".svg", ".png", ".pdf")
@@ -46,7 +47,8 @@ def errors(records: Mapping[str, Sequence[Record]], title: str = "") -> "Figure"
     above.set_title(plain_label(title))
     above.tick_params(labelbottom=False)
     above.grid(axis="y", alpha=0.3)
-    above.legend(title="method: all domains", fontsize="small", ncols=2)
+    place_of = {"loc": "outside upper center", "ncols": 4} if len(records) > INSIDE else {"ncols": 2}
+    (figure if len(records) > INSIDE else above).legend(title="method: all domains", fontsize="small", **place_of)
     counts = torch.stack([metrics.class_counts(record) for record in next(iter(records.values()))]).double().mean(0)
     _counts(below, counts, first.domains)
     return figure
