@@ -74,7 +74,7 @@ def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.f
 
 def doubtful_network(dtype: torch.dtype = torch.float32) -> nn.Module:
     """Build the small network in doubt: a gray picture has no class, and a tinted one has; see `mixed_images`."""
-    model, gray = small_network(), mixed_images(2, 256)[1]
+    model, gray = cast(nn.Sequential, small_network()), mixed_images(2, 256)[1]
     with torch.no_grad():
         for layer in model.modules():
             if isinstance(layer, nn.BatchNorm2d):
