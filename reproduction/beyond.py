@@ -49,7 +49,7 @@ LATER = tuple(
     RowBeyond(key, method, f"“{key}” ({venue}) is not in the paper's tables: docs/methods.md.", fields)
     for key, method, venue, fields in (
         ("EATA", "eata", "ICML 2022", {"fisher": "sum"}),
-        ("SAR", "sar", "ICLR 2023", {}),
+        ("SAR", "sar", "ICLR 2023", {"frozen_tail": 0.25}),  # as it was played; its preset now freezes no layer
         ("DELTA", "delta", "ICLR 2023", {}),
         ("SoTTA", "sotta", "NeurIPS 2023", {}),
         ("ROID", "roid", "WACV 2024", {}),

@@ -63,11 +63,17 @@ class Verdict(NamedTuple):
     claim: Claim
     paper: Judgement
     ours: Judgement
+    stand_in: str = ""  # the data set and the network of ours, where they are not the paper's
+
+    @property
+    def says(self) -> str:
+        """The claim; where a stand-in was played, it says that the data it names were not."""
+        return self.claim.says + (f" (ours: {self.stand_in} in their place)" if self.stand_in else "")
 
     def json(self) -> dict[str, Any]:
         """Return it as plain data."""
         claim = {name: getattr(self.claim, name) for name in ("name", "says", "where", "tables", "threshold")}
-        return claim | {"paper": self.paper._asdict(), "ours": self.ours._asdict()}
+        return claim | {"paper": self.paper._asdict(), "ours": self.ours._asdict(), "stand_in": self.stand_in}
 
 
 @cache
@@ -83,7 +89,7 @@ def judge(claim: Claim, comparisons: Mapping[str, Comparison]) -> Verdict:
     ours = _judge(claim, [[View.of_seed(comparison, seed) for comparison in compared] for seed in _seeds(compared)])
     if ours.verdict == "holds" and len(compared) < len(claim.tables):
         ours = ours._replace(verdict="incomplete")
-    return Verdict(claim, paper, ours)
+    return Verdict(claim, paper, ours, "; ".join(sorted({c.stand_in for c in compared if c.stand_in})))
 
 
 def _seeds(comparisons: Sequence[Comparison]) -> list[int]:

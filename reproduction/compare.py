@@ -57,6 +57,7 @@ class Comparison:
     theirs: str = "paper"  # who published the other numbers
     beyond: Mapping[str, str] = field(default_factory=dict)  # rows beyond the paper, and what they are
     readings: Mapping[str, str] = field(default_factory=dict)  # rows that the paper leaves open, and what it lacks
+    stand_in: str = ""  # the data set and the network that were played, where they are not the paper's
 
     def name_of(self, row: str) -> str:
         """Return the name of a row as it is shown, with a mark if it is beyond the paper, or our reading of it."""
@@ -116,7 +117,15 @@ def compare(plan: Plan) -> Comparison:
         theirs=table.theirs,
         beyond=table.beyond,
         readings=table.readings,
+        stand_in=_stand_in(plan),
     )
+
+
+def _stand_in(plan: Plan) -> str:
+    """Return the data set and the network that were played in place of the paper's; "" where they are the paper's."""
+    cells, choices = plan.cells.values(), plan.choices
+    papers = {p.cell.dataset for p in cells} | {p.cell.model for p in cells}
+    return ", ".join(name for name in (choices.dataset, choices.model) if name and name not in papers)
 
 
 def stream_name(experiment: Experiment) -> str:

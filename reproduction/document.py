@@ -137,7 +137,7 @@ def _claims(verdicts: Sequence[Verdict]) -> str:
         [word, *(str(sum(getattr(v, part).verdict == word for v in verdicts)) for part in ("paper", "ours"))]
         for word in ("holds", "fails", "too close", "incomplete")
     ]
-    rows = [[v.claim.says, v.claim.threshold, number(v.paper.number), number(v.ours.number)] for v in failed]
+    rows = [[v.says, v.claim.threshold, number(v.paper.number), number(v.ours.number)] for v in failed]
     return (
         markdown_table(["claims", "on the paper's numbers", "on ours"], counts)
         + "\nClaims that fail on ours alone:\n\n"

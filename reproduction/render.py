@@ -152,7 +152,7 @@ def claim_cells(verdict: Verdict) -> list[str]:
     paper, mine = verdict.paper, verdict.ours
     spread = "" if not mine.deviation else f" ± {mine.deviation:.2f}"
     return [
-        verdict.claim.says,
+        verdict.says,
         verdict.claim.number,
         verdict.claim.threshold,
         number(paper.number),

@@ -50,7 +50,7 @@ def optimiser_of(method, parameters, **sgd):
     """The optimiser that a method's fields describe."""
     if getattr(method, "optimizer", "adam") == "adam":
         return torch.optim.Adam(parameters, lr=method.lr)
-    return torch.optim.SGD(parameters, lr=method.lr, momentum=0.9, **sgd)
+    return torch.optim.SGD(parameters, lr=method.lr, momentum=getattr(method, "momentum", 0.9), **sgd)
 
 
 def descend(optimiser, loss):

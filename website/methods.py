@@ -5,8 +5,12 @@ sizes are those of the states that `init` makes.
 """
 
 import functools
+import inspect
+import itertools
+import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,12 @@ per image of the stream, batch {batch}; RoTTA, NOTE, PeTTA and SoTTA learn from 
 and PETAL average 32 views where the source model is uncertain, as here; elsewhere they need 3 passes. A state is what
 one stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
 """
+NOTES = """
+## Departures from papers and released code
+
+Each is a note in the source of the method: where the paper and the code behind it differ, or ours differs from both.
+
+"""
 LATER = """
 ## Methods later than the paper
 
@@ -60,6 +70,9 @@ def main() -> None:
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for name in tribe.filters.names():
         print(f"| {' | '.join(filter_row(name))} |")
+    print(NOTES, end="")
+    for modules in itertools.groupby(sorted(tribe.methods.names(), key=module_of), module_of):
+        print(notes_of(*modules), end="")
     print(LATER, end="")
     print(later_table(), end="")
 
@@ -73,6 +86,32 @@ def later_table() -> str:
     lines = [f"| method | {' | '.join(titles.values())} |", f"|{'---|' * (1 + len(titles))}"]
     lines += [f"| {name} | {' | '.join(errors[dataset, name] for dataset in titles)} |" for name in SHOWN]
     return "\n".join(lines) + "\n"
+
+
+def module_of(name: str) -> str:
+    """The module that defines a method."""
+    return tribe.methods.get(name).__module__
+
+
+def notes_of(module: str, names: Iterable[str]) -> str:
+    """The notes of a module as a list; each names the methods of the module."""
+    titles = ", ".join(f"`{name}`" for name in names)
+    return "".join(f"- {titles}: {note}\n" for note in notes_in(inspect.getsource(sys.modules[module])))
+
+
+def notes_in(source: str) -> list[str]:
+    """Return the texts after NOTE: in comments, and in docstrings up to the end of the paragraph.
+
+    >>> notes_in("x = 1  # NOTE: of one line\\ny = 2\\n# NOTE: of\\n# two\\n# lines\\nz = 3")
+    ['of one line', 'of two lines']
+    """
+    found = []
+    for comment, text in re.findall(r"(?m)(?:(# )|^ +)NOTE: (.+(?:\n *(?:# .+|[^#\s\"@].*))*)", source):
+        first, *others = [line.strip() for line in text.split("\n")]
+        same = [line.startswith("# ") == bool(comment) for line in others]  # a note ends where code begins
+        rest = itertools.compress(others, itertools.accumulate(same, lambda a, b: a and b))
+        found.append(" ".join([first, *(line.removeprefix("# ") for line in rest)]).replace("``", "`"))
+    return found
 
 
 def row(name: str) -> list[str]:

@@ -46,6 +46,11 @@ Momentum = Annotated[float, Range(below=1)]
 Count = Annotated[int, Range(low=1)]
 
 
+# Marks the type of a field that a component got after results of it were kept: Annotated[Share, LATER]. A spec holds
+# the field only where it differs from its default, so the ids of these results stay.
+LATER = "later than kept results"
+
+
 def is_whole(value: Any, least: int | None = None) -> bool:
     """Return whether a value is a whole number, numpy's included, and at least ``least``; a boolean is not.
 
@@ -93,15 +98,19 @@ def check_fields(component: Any) -> None:
         name = f"{field.name} of {getattr(component, 'name', type(component).__name__)}"
         options = get_args(field.type) if get_origin(field.type) in (Union, UnionType) else (field.type,)
         kinds = {get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in options}
-        choices = next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
+        literal = {kind for kind in kinds if get_origin(kind) is Literal}
+        choices = tuple(choice for kind in literal for choice in get_args(kind))
+        named = kinds - literal == {float, tuple[str, ...]}
         if value is None and NoneType in kinds:
             continue
-        if choices:
+        if named and isinstance(value, str) and value in choices:
+            continue
+        if choices and not named:
             *others, last = map(repr, choices)
             valid, expected = value in choices, f"{', '.join(others)} or {last}"
-        elif (named := kinds == {float, tuple[str, ...]}) and not is_number(value):
+        elif named and not is_number(value):
             valid = isinstance(value, tuple) and all(isinstance(item, str) for item in value)
-            expected = "a number or a tuple of names"
+            expected = ", ".join(["a number or a tuple of names", *map(repr, choices)])
         elif not named and not kinds <= {bool, int, float, NoneType}:
             continue
         elif float in kinds:
@@ -112,8 +121,9 @@ def check_fields(component: Any) -> None:
         else:
             valid, expected = isinstance(value, bool | np.bool_), "True or False"
         require(valid, f"{name} is {expected}", value)
-        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ()) if is_number(value)):
-            require(value in bounds, f"{name} is {bounds}", value)
+        for bounds in (bounds for kind in options for bounds in getattr(kind, "__metadata__", ())):
+            if isinstance(bounds, Range) and is_number(value):
+                require(value in bounds, f"{name} is {bounds}", value)
     plain_numbers(component)
 
 

@@ -14,10 +14,11 @@ from tribe.testing import informed, small_network
 WITH_OWN_WEIGHTS = ("cotta", "petal", "ttac")
 ENTROPY = ("pl", "eata", "sar", "roid", "deyo", "delta", "cmf")
 REFUSED = {  # each value alone; the message names the field
-    "pl": {"lr": [-1.0]},
+    "tent": {"optimizer": ["lion"], "momentum": [1.0]},
+    "pl": {"lr": [-1.0], "optimizer": [None]},
     "lame": {"neighbours": [-1], "rounds": [0]},
-    "eata": {"d": [-0.1], "fisher": ["median"]},
-    "sar": {"momentum": [1.0], "rho": [-1.0], "frozen_tail": [1.0, "layer4"]},
+    "eata": {"d": [-0.1], "fisher": ["median"], "momentum": [-0.1]},
+    "sar": {"momentum": [1.0], "rho": [-1.0], "frozen_tail": [1.0, "layer4"], "mean_after_reset": ["old"]},
     "roid": {"beta": [1.5], "tau": [0.0], "optimizer": ["lion"], "prior": ["labels"], "augment": [3]},
     "cmf": {"gamma": [1.5], "q": [-0.1]},
     "delta": {"alpha": [1.5], "lambda_": [-0.1], "loss": ["focal"]},

@@ -93,6 +93,8 @@ CASES = [
     ("eata", {"d": 0.6, "alpha": 20.0}),
     ("eata", {"d": 0.05, "alpha": 20.0, "fisher": "sum"}),
     ("eata", {"d": 0.9, "alpha": 20.0, "classes": 2}),
+    ("eata", {"d": 0.6, "alpha": 20.0, "lr": 0.05, "optimizer": "sgd"}),
+    ("pl", {"lr": 0.05, "optimizer": "sgd", "momentum": 0.5}),
     ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": 0.0}),
     ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": 0.5}),
     ("sar", {"lr": 0.05, "rho": 0.3, "e_m": 0.0, "frozen_tail": ("1",)}),

@@ -20,6 +20,7 @@ from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import digest, leaves, stream
+from tribe.experiments.spec import describe
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.deyo import shuffled
 from tribe.methods.lame import nearest
@@ -140,6 +141,16 @@ def test_a_collapsed_stream_goes_back_to_the_source_and_the_others_go_on():
     assert float(after.info.distance[0]) == 0 < float(after.info.distance[1])
 
 
+@pytest.mark.parametrize(("after", "mean"), [("new", -1.0), ("kept", 0.0)])
+def test_the_moving_mean_after_a_reset_is_a_field(after, mean):
+    net, x = network(dtype=torch.float32, sure=3.0), images(1, 8)
+    method = methods.create("sar", classes=4, e0=0.0, mean_after_reset=after)  # nothing is reliable: the mean stays
+    state = method.init(net)._replace(mean=torch.zeros(1))
+    _, reset = method.step(net, state, x)
+    assert float(reset.mean) == mean
+    assert torch.equal(reset.affine.weight, net.source()[0].weight)
+
+
 def test_where_nothing_is_reliable_only_momentum_moves_sar():
     net, xs = network(sure=3.0), batches(2)
     method = methods.create("sar", classes=4, lr=0.01, e_m=0.0)
@@ -162,6 +173,57 @@ def test_the_frozen_tail_is_named_or_counted():
     adapted = adapted_channels(staged, ("stages.layer4",))
     assert adapted.tolist() == [1] * 9 + [0] * 3 + [1] * 3, "a stage of a longer name was taken for it"
     assert adapted_channels(staged, 0.25).tolist() == [1] * 12 + [0] * 3
+
+
+def frozen_of(model, tail):
+    """The frozen layers of a network, by name."""
+    net = Backbone(model)
+    adapted = adapted_channels(net, tail).split([slot.channels for slot in net.slots])
+    return [slot.name for slot, share in zip(net.slots, adapted, strict=True) if not share.any()]
+
+
+@pytest.mark.parametrize("name", ["sar", "deyo", "sotta"])
+def test_imagenets_preset_freezes_what_the_authors_freeze(name):
+    tail = methods.get(name).preset("imagenet").frozen_tail
+    frozen = frozen_of(models.create("resnet50", classes=1000), tail)
+    assert len(frozen) == 10
+    assert all(layer.startswith("layer4.") for layer in frozen)
+
+
+def test_published_layers_are_those_of_the_authors_networks_or_the_last_quarter():
+    blocks = nn.Sequential(*(nn.Sequential(OrderedDict(norm1=nn.LayerNorm(4))) for _ in range(12)))
+    vit = nn.Sequential(
+        OrderedDict(vit=nn.Sequential(OrderedDict(blocks=blocks, norm=nn.LayerNorm(4), head=nn.Linear(4, 4))))
+    )
+    last = [f"vit.blocks.{i}.norm1" for i in (9, 10, 11)]
+    assert frozen_of(vit, "published") == [*last, "vit.norm"]
+    other = nn.Sequential(*(nn.BatchNorm2d(3) for _ in range(7)), nn.Sequential(OrderedDict(norm=nn.BatchNorm2d(3))))
+    assert frozen_of(other, "published") == frozen_of(other, 0.25) == ["6", "7.norm"]
+
+
+@pytest.mark.parametrize("dataset", ["mnist", "cifar10", "cifar100"])
+def test_the_comparison_that_cifars_presets_are_from_freezes_nothing(dataset):
+    assert not frozen_of(models.create("wrn16_4", classes=10), methods.get("sar").preset(dataset).frozen_tail)
+
+
+@pytest.mark.parametrize("name", ["tent", "pl", "eata"])
+def test_the_authors_settings_of_imagenet_are_a_preset(name):
+    method = methods.get(name).preset("imagenet-authors")
+    assert (method.classes, method.optimizer, method.momentum, method.lr) == (1000, "sgd", 0.9, 0.00025)
+    assert methods.get(name).preset("imagenet").optimizer == "adam", "the paper's rows"
+
+
+SGD = {"optimizer": "sgd", "momentum": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "later"), [("tent", SGD), ("pl", SGD), ("eata", SGD), ("sar", {"mean_after_reset": "kept"})]
+)
+def test_a_later_field_at_its_default_leaves_the_ids_of_earlier_results(name, later):
+    """Results of these methods were kept before they had these fields."""
+    assert not describe(name, methods.create(name, classes=4)).fields.keys() & later.keys()
+    assert later.items() <= describe(name, methods.create(name, classes=4, **later)).fields.items()
+    assert later.items() <= describe(f"{name}+time", methods.create(f"{name}+time", classes=4, **later)).fields.items()
 
 
 # -- ROID -------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 from reproduction import tables
 from reproduction.claims import MEASURES, Claim, claims, judge
 from reproduction.compare import Comparison, Entry
+from reproduction.render import claims_markdown
 
 
 def compared(name, change=lambda row, column, value: (value,), seeds=(1,)):
@@ -67,6 +68,14 @@ def test_ours_decides_with_the_papers_numbers_as_ours():
         if len(each.tables) == 1 and not tables.get(each.tables[0]).readings:
             verdict = judge(each, compared(each.tables[0]))
             assert verdict.ours == verdict.paper
+
+
+def test_a_claim_says_what_was_played_in_place_of_the_data_it_names():
+    on_paper, other = compared("cifar10"), compared("cifar10")
+    other["cifar10"] = dataclasses.replace(other["cifar10"], stand_in="live-mnist-c, compact")
+    margin = claim("seven-points-over-ttac")
+    assert "live-mnist-c" not in claims_markdown([judge(margin, on_paper)])
+    assert "live-mnist-c, compact" in claims_markdown([judge(margin, other)])
 
 
 def test_a_margin_is_judged_against_the_spread_between_seeds():

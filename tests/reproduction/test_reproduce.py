@@ -40,6 +40,7 @@ def test_ours_is_the_result_in_runs_next_to_the_papers_number(played):
     assert any("the paper uses cifar10-c, wrn28_10" in note for note in parsed["notes"])
     assert any("dataset.corruptions=" in note for note in parsed["notes"])
     verdicts = {claim["name"]: claim for claim in parsed["claims"]}
+    assert verdicts["wall-clock-best-error"]["stand_in"] == "live-mnist-c, compact"
     assert verdicts["wall-clock-best-error"]["paper"]["verdict"] == "holds"
     assert verdicts["wall-clock-best-error"]["ours"]["verdict"] == "incomplete", "TRIBE was not run"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ from tribe.core.memory import filled, images
 from tribe.core.optim import Adam, adam_step
 from tribe.core.rng import Key
 from tribe.core.rules import PerBatch
-from tribe.core.state import Affine, Info, Stats
+from tribe.core.state import Affine, Info, Stats, select
 from tribe.data.scenarios.protocols import Replay
 from tribe.methods import Deployed, Method, Update, screen
 from tribe.methods.cotta import Cotta
@@ -203,6 +204,18 @@ def step_without_a_screen(method, net, state, x, valid=None, retired=None):
     return commit_step(net, state, update, valid, torch.zeros(len(x), dtype=torch.int64))
 
 
+def kept_if(gate):
+    """Return an update that is kept in the streams that ``gate`` chooses by which images (S, B) are certain: (S,)."""
+
+    def after(method, s):
+        every = torch.ones(s.x.shape[:2], dtype=torch.bool)
+        uncertainty = entropy(method.deployed(s.net, s.state).logits(s.net, s.x, every))
+        chosen = gate(uncertainty < 0.4 * math.log(K)).expand(len(s.x))
+        return s.y, s.new._replace(affine=select(chosen, s.new.affine, s.state.affine))
+
+    return after
+
+
 def move_on_nothing(method, s):
     moved, moments = adam_step(s.new.affine, Affine(*map(torch.zeros_like, s.new.affine)), s.new.adam, method.lr)
     return s.y, s.new._replace(affine=moved, adam=moments)
@@ -305,6 +318,8 @@ IN_PLACE = mutant("moves the old student", ROTTA, update=updating("student", lam
 METHOD_MUTANTS = {
     "streams_are_independent": [
         mutant("batch statistics of all streams", TENT, rule=PooledOverRows()),
+        mutant("learns if any image of any stream is certain", TENT, after=kept_if(torch.any)),
+        mutant("learns if every image of every stream is certain", TENT, after=kept_if(torch.all)),
         mutant("a threshold of all streams", TRIBE, step=step_with_a_shared_threshold),
         mutant(
             "one teacher for all streams, from the first update on",
@@ -320,6 +335,15 @@ METHOD_MUTANTS = {
         IN_PLACE,
     ],
     "saves_and_resumes": [mutant("a moving average that no file holds", TENT, loss=loss_that_remembers)],
+    "stays_on_the_device_of_its_images": [
+        mutant("calls cuda", TENT, loss=lambda m, z, valid: mean_entropy(z, valid.cuda())),
+        mutant("moves to a GPU", TENT, loss=lambda m, z, valid: mean_entropy(z, valid.to("cuda:1"))),
+        mutant(
+            "makes a tensor on a GPU",
+            TENT,
+            loss=lambda m, z, valid: mean_entropy(z, valid) * torch.ones(1, device=torch.device("cuda")),
+        ),
+    ],
     "is_deterministic": [
         mutant("global noise", TENT, loss=lambda m, z, valid: mean_entropy(z + 0.1 * torch.randn_like(z), valid)),
         mutant(
@@ -569,11 +593,21 @@ def test_the_hook_itself_is_healthy():
     testing.check_method(Corrected())
     testing.check_method(Cotta(p_th=0.0))
     testing.check_dataset(Healthy())
+    for gate in (torch.any, torch.all):
+        CHECKS["streams_are_independent"](
+            mutant("decides for each", TENT, after=kept_if(lambda c, gate=gate: gate(c, 1)))
+        )
 
 
 def test_a_method_with_its_own_predict_says_what_it_does_besides():
     with pytest.raises(TypeError, match="not_exportable_because"):
         mutant("says nothing", Tent(), predict=Tent.predict)
+
+
+@pytest.mark.parametrize("works_on", [("bogus",), ("affine", "bogus"), "affine"])
+def test_what_a_method_works_on_is_a_part_of_a_network(works_on):
+    with pytest.raises(TypeError, match="works_on"):
+        mutant("works on what no network has", Tent(), works_on=works_on)
 
 
 def test_every_check_kills_something():
@@ -584,6 +618,12 @@ def test_every_check_kills_something():
 def test_a_failure_names_method_and_property():
     with pytest.raises(AssertionError, match=r"TentWith.*fails adapts"):
         testing.check_method(TentWith(lr=0.0))
+
+
+def test_a_gpu_that_a_method_names_is_the_cause_in_words():
+    on_gpu = mutant("calls cuda", TENT, loss=lambda m, z, valid: mean_entropy(z, valid.cuda()))
+    with pytest.raises(AssertionError, match=r"fails stays_on_the_device_of_its_images.*x\.device"):
+        testing.check_method(on_gpu)
 
 
 def test_source_passes_through_the_public_door():

@@ -39,7 +39,7 @@ class Deyo(EntropyMethod):
     has no CIFAR: these presets (Adam, nothing frozen) are those of the comparison in ROID's repository.
 
     NOTE: the paper freezes layer4 of ResNets and blocks 9 to 11 and the last norm of ViT-B, as SAR does, and
-    ``frozen_tail`` is SAR's.
+    ``frozen_tail`` is SAR's: ImageNet's preset freezes what the paper does, the default is a quarter of the layers.
     """
 
     tau_ent: NotNegative = 0.5  # share of log K below which an entropy is low
@@ -49,7 +49,7 @@ class Deyo(EntropyMethod):
     lr: NotNegative = 0.00025  # learning rate, for batches of 64
     optimizer: Literal["adam", "sgd"] = "sgd"  # sgd: with momentum
     momentum: Momentum = 0.9  # of SGD
-    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names, or "published"
 
     paper = "Lee et al., Entropy is not enough for test-time adaptation: from the perspective of disentangled factors, \
 ICLR 2024"
@@ -57,7 +57,7 @@ ICLR 2024"
         "mnist": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "cifar10": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
         "cifar100": {"lr": 1e-3, "optimizer": "adam", "frozen_tail": 0.0},
-        "imagenet": {"tau_plpd": 0.3},
+        "imagenet": {"tau_plpd": 0.3, "frozen_tail": "published"},
     }
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> Any:

@@ -8,7 +8,7 @@ beforehand, holds the parameters that the source data depend on.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses
 from tribe.core.backbone import Output
-from tribe.fields import NotNegative, is_whole
+from tribe.fields import LATER, Momentum, NotNegative, is_whole
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import Affine, Backbone, EntropyMethod, PerBatch, ScreenedBatch, register
 from tribe.methods.base import MeanState, mean_prediction
@@ -33,9 +33,13 @@ class Eata(EntropyMethod):
     alpha: NotNegative = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
     knowledge: KnowledgeLike = None  # F, from `study`
     fisher: Literal["mean", "sum"] = "mean"  # F over the source batches; "sum": as in the comparison TRIBE is part of
+    optimizer: Annotated[Literal["adam", "sgd"], LATER] = "adam"  # sgd: with momentum
+    momentum: Annotated[Momentum, LATER] = 0.9  # of SGD
 
-    # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not.
+    # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not. The
+    # paper's own ImageNet runs are the preset imagenet-authors: SGD at 0.00025.
     paper = "Niu et al., Efficient test-time model adaptation without forgetting, ICML 2022"
+    presets = {"imagenet-authors": {"classes": 1000, "lr": 0.00025, "optimizer": "sgd"}}
     per_class = "a mean prediction"
     needs = "the Fisher information of the affine parameters on source images (with alpha=0 it needs nothing)"
     source_images: ClassVar[int] = 2000  # the paper's number; a sum over batches grows with it, their mean does not

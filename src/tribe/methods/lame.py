@@ -94,7 +94,7 @@ class Lame(Source):
             y = scores.softmax(-1)
             terms = unary * y - pull * y + y * y.clamp_min(1e-20).log()
             new = torch.where(valid.unsqueeze(-1), terms, 0).sum((1, 2))
-            if i > 1 or not first_rounds:  # NOTE: never stops after the first two rounds, as released
+            if i > 1 or not first_rounds:  # NOTE: it never stops after two rounds, as released
                 moving = moving & ((new - energy).abs() > self.settled * energy.abs())
             energy = new
         return Rounds(scores, energy, moving)

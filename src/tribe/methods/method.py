@@ -4,7 +4,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -95,6 +95,10 @@ class Method(ABC):
         inherited: Mapping[str, Mapping[str, Any]] = super(cls, cls).presets  # type: ignore[misc]
         added = vars(cls).get("presets", {})
         cls.presets = {name: {**inherited.get(name, {}), **added.get(name, {})} for name in {**inherited, **added}}
+        known = get_args(Part)
+        # A property decides for each method what it works on.
+        if isinstance(cls.works_on, str) or (isinstance(cls.works_on, tuple) and not {*cls.works_on} <= {*known}):
+            raise TypeError(f"works_on of {cls.__name__} is a tuple of {', '.join(known)}; got {cls.works_on!r}")
         overridden = next((name for name in ("logits", "predict") if name in vars(cls)), None)
         if overridden is not None and "not_exportable_because" not in vars(cls):
             raise TypeError(

@@ -6,18 +6,22 @@ network must have collapsed, the parameters go back to the source's.
 """
 
 import math
+import re
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tribe.core import losses, optim
 from tribe.core.state import select, tree_map
-from tribe.fields import Momentum, NotNegative, Range
+from tribe.fields import LATER, Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
 
-Tail = Annotated[float, Range(below=1)] | tuple[str, ...]  # a share of the layers, or names of layers or blocks
+# A share of the layers, or names of layers or blocks, or those that the authors freeze, where they have such names.
+Tail = Annotated[float, Range(below=1)] | tuple[str, ...] | Literal["published"]
+SHARE = 0.25  # of the layers, in networks with other names
+PUBLISHED = r"(\w+\.)?layer4\..+", r"(\w+\.)?(blocks\.(9|10|11)\..+|norm)"  # of ResNets; of ViT-B, in timm's names
 NONE_YET = -1.0  # a moving mean of entropies without a first value
 
 
@@ -36,9 +40,10 @@ class SarState(NamedTuple):
 class Sar(EntropyMethod):
     """Batch statistics in BatchNorm; the paper recommends LayerNorm and GroupNorm, which have none.
 
-    NOTE: the paper freezes layers by name: layer4 of ResNets, and blocks 9 to 11 and the last norm of ViT-B. Other
-    networks have other names, so here the last quarter of the normalisation layers is frozen;
-    ``frozen_tail=("layer4",)`` or ``("blocks.9", "blocks.10", "blocks.11", "norm")`` is the paper's choice.
+    NOTE: the paper freezes layers by name: layer4 of ResNets, and blocks 9 to 11 and the last norm of ViT-B.
+    ``frozen_tail="published"`` does so, and the preset of ImageNet has it; in networks with other names, and by
+    default, the last quarter of the normalisation layers is frozen. The repository that CIFAR's presets are from
+    freezes nothing in its networks, and these presets do not, either.
     """
 
     e0: NotNegative = 0.4  # share of log K below which an entropy is reliable
@@ -46,14 +51,15 @@ class Sar(EntropyMethod):
     e_m: NotNegative = 0.2  # moving mean of the loss, in nats, below which the network has collapsed
     lr: NotNegative = 0.00025  # of SGD, for batches of 64
     momentum: Momentum = 0.9
-    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names, or "published"
+    mean_after_reset: Annotated[Literal["new", "kept"], LATER] = "new"  # kept: as in the authors' code
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
     presets = {  # ImageNet's from the paper, CIFAR's from the comparison in ROID's repository
-        "mnist": {"lr": 1e-3},
-        "cifar10": {"lr": 1e-3},
-        "cifar100": {"lr": 1e-3},
-        "imagenet": {"lr": 0.00025},
+        "mnist": {"lr": 1e-3, "frozen_tail": 0.0},
+        "cifar10": {"lr": 1e-3, "frozen_tail": 0.0},
+        "cifar100": {"lr": 1e-3, "frozen_tail": 0.0},
+        "imagenet": {"lr": 0.00025, "frozen_tail": "published"},
     }
 
     def init(self, net: Backbone, streams: int = 1, seed: int = 0) -> SarState:
@@ -79,11 +85,11 @@ class Sar(EntropyMethod):
         mean = torch.where(state.mean < 0, loss, 0.9 * state.mean + 0.1 * loss)
         mean = torch.where(still.any(1), mean, state.mean)
         new = state._replace(affine=moved, velocity=velocity, mean=mean)
-        # NOTE: the moving mean restarts, as in the paper; the released code keeps the old one.
+        # NOTE: the moving mean starts anew after a reset, as in the paper; the released code keeps it.
         recovered = state._replace(
             affine=net.source(len(batch.x))[0],
             velocity=tree_map(torch.zeros_like, velocity),
-            mean=torch.full_like(mean, NONE_YET),
+            mean=torch.full_like(mean, NONE_YET) if self.mean_after_reset == "new" else mean,
         )
         new = select((mean < 0) | (mean >= self.e_m), new, recovered)
         return Update(logits, new, reliable, new.affine)
@@ -106,6 +112,11 @@ class Sar(EntropyMethod):
 def adapted_channels(net: Backbone, tail: Tail) -> Tensor:
     """Return one for each channel that adapts, zero for those of the frozen tail: (C,)."""
     names = [slot.name for slot in net.slots]
+    if tail == "published":
+        found = [[re.fullmatch(pattern, name) is not None for name in names] for pattern in PUBLISHED]
+        # One layer alone is no stage of a ResNet and no block of a ViT, whatever its name.
+        frozen = next((those for those in found if 1 < sum(those) < len(names)), [])
+        tail = tail if frozen else SHARE
     if isinstance(tail, tuple):
         frozen = [any(name == block or name.startswith(f"{block}.") for block in tail) for name in names]
         if tail and not any(frozen):
@@ -115,7 +126,7 @@ def adapted_channels(net: Backbone, tail: Tail) -> Tensor:
             )
         if all(frozen):
             raise ValueError(f"frozen_tail {tail} names every normalisation layer: none can adapt")
-    else:
+    elif not isinstance(tail, str):
         first = len(names) - int(tail * len(names))
         frozen = [i >= first for i in range(len(names))]
     like = net.origin.state.affine.weight

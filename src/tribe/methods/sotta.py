@@ -44,15 +44,16 @@ class SottaState(NamedTuple):
 class Sotta(MemoryMethod):
     """SoTTA. Published settings: the defaults, and C_0 by data set.
 
-    NOTE: as in SAR, the released code freezes layer4 of ResNets, and ``frozen_tail`` is SAR's: its default is our
-    reading for networks with other names. The released entropy is a mean over classes too, which Adam does not notice.
+    NOTE: as in SAR, the released code freezes layer4 of ResNets, and ``frozen_tail`` is SAR's: ImageNet's preset
+    freezes what the code does, and the default is our reading for networks with other names. The released entropy is a
+    mean over classes too, which Adam does not notice.
     """
 
     c_0: Share | None = None  # C_0, least confidence of an image in memory; None: from the number of classes
     rho: NotNegative = 0.05  # radius of the ball in which ESM looks for the worst point
     momentum: Share = 0.2  # share of the memory in the running statistics, in each pass
     every: Count = 64  # images between updates
-    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names
+    frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names, or "published"
 
     small = {"size": 8, "every": 4}
     paper = "Gong et al., SoTTA: robust test-time adaptation on noisy data streams, NeurIPS 2023"
@@ -61,7 +62,7 @@ class Sotta(MemoryMethod):
         "mnist": {"c_0": 0.99},
         "cifar10": {"c_0": 0.99},
         "cifar100": {"c_0": 0.66},
-        "imagenet": {"c_0": 0.33},
+        "imagenet": {"c_0": 0.33, "frozen_tail": "published"},
     }
 
     def defaults(self) -> dict[str, float]:

@@ -76,7 +76,7 @@ class Ttac(Method):
         "mnist": {"n_clus": 128},
         "cifar10": {"n_clus": 128},
         "cifar100": {"n_clus": 64},
-        "imagenet": {"n_clus": 64, "class_aware": False},  # NOTE: 1000 covariances of 2048 x 2048
+        "imagenet": {"n_clus": 64, "class_aware": False},  # NOTE: its 1000 covariances of classes are 2048 x 2048
     }
 
     def defaults(self) -> dict[str, int]:
@@ -208,7 +208,8 @@ def follow(
     m = share.sum(1)
     seen = old.seen.index_add(0, which, members.sum(1))
     rate = 1 / seen[which].clamp(1, memory).to(features.dtype)
-    # NOTE: the released rate has no such bound; with more samples in a batch than ``memory`` variances became negative.
+    # NOTE: the released rate of the averages has no such bound; with more samples in a batch than ``memory`` variances
+    # became negative.
     rate = torch.minimum(rate, 1 / m.clamp_min(1))
     past, past_cov = old.mean[which], old.cov[which]
     d = (features - past[:, None]) * share[..., None]  # (A, B, F)

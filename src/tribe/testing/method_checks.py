@@ -14,7 +14,7 @@ from tribe.core.state import clone, digest, hash_tensors, leaves, stream
 from tribe.core.validation import good_images
 from tribe.methods import AnyMethod, Pipeline
 from tribe.testing import shared
-from tribe.testing.shared import CLASSES, SIZE, images, small_backbone, small_network
+from tribe.testing.shared import CLASSES, SIZE, doubtful_network, images, mixed_images, small_backbone, small_network
 
 
 class _StrictBackbone(Backbone):
@@ -46,6 +46,11 @@ def _batches(streams: int, steps: int = 4, dtype: torch.dtype = torch.float32) -
     return [images(streams, 6, seed, dtype) for seed in range(steps)]
 
 
+def _in_doubt(steps: int = 4, dtype: torch.dtype = torch.float32) -> tuple[Backbone, list[Tensor]]:
+    """Return a network, and batches of a stream that it is certain of, of one that it is not, and of one between."""
+    return Backbone(doubtful_network(dtype)), [mixed_images(3, 6, seed, dtype) for seed in range(steps)]
+
+
 def _started(
     method: AnyMethod, streams: int = 1, steps: int = 2, dtype: torch.dtype = torch.float32
 ) -> tuple[Backbone, Any]:
@@ -65,6 +70,14 @@ def never_sees_labels(method: AnyMethod) -> None:
     others = set(names[5:]) - {"deploy", "on_prediction"}
     assert names[:5] == allowed, f"step takes {names}; expected {allowed}"
     assert not others, f"step takes {sorted(others)}; expected only {allowed}, deploy and on_prediction"
+
+
+def stays_on_the_device_of_its_images(method: AnyMethod) -> None:
+    """Catches `.cuda()`, and any device that is named in place of the images' own, also where there is no GPU."""
+    net, (x, *_) = small_backbone(), _batches(2)
+    with shared.one_device(x.device):
+        _, state = method.step(net, method.init(net, 2), x)
+        method.predict(net, state, x)
 
 
 def is_deterministic(method: AnyMethod) -> None:
@@ -110,9 +123,10 @@ def mutates_nothing(method: AnyMethod) -> None:
 
 def reusing_memory_changes_no_number(method: AnyMethod) -> None:
     """Catches a step that reads the memory it reuses, or that reuses the memory of the state it was given."""
-    net, batches = small_backbone(), _batches(2)
-    expected = _play(method, net, method.init(net, 2), batches)
-    state, retired, outputs = method.init(net, 2), None, []
+    net, batches = _in_doubt()
+    method = shared.informed(method, net)
+    expected = _play(method, net, method.init(net, 3), batches)
+    state, retired, outputs = method.init(net, 3), None, []
     for x in batches:
         before, old = digest(state), state
         y, state = method.step(net, state, x, retired=retired)
@@ -123,9 +137,9 @@ def reusing_memory_changes_no_number(method: AnyMethod) -> None:
 
 
 def streams_are_independent(method: AnyMethod) -> None:
-    """Catches statistics, losses, thresholds or random draws shared between streams: S together = each alone."""
-    net, streams = small_backbone(torch.float64), 3
-    batches = _batches(streams, dtype=torch.float64)
+    """Catches statistics, losses, thresholds, decisions or draws shared between streams: S together = each alone."""
+    (net, batches), streams = _in_doubt(dtype=torch.float64), 3
+    method = shared.informed(method, net)
     together, state = _play(method, net, method.init(net, streams, seed=7), batches)
     for i in range(streams):
         alone, alone_state = _play(method, net, method.init(net, 1, seed=7 + i), [x[i : i + 1] for x in batches])

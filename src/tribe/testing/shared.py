@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tribe import methods
 from tribe.core.backbone import Backbone
@@ -69,6 +70,38 @@ def images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.f
     x = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=dtype)
     shift = torch.rand(streams, 1, 1, 1, 1, generator=generator, dtype=dtype)
     return (0.3 + 0.7 * x) * (0.4 + 0.6 * shift)
+
+
+def doubtful_network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Build the small network in doubt: a gray picture has no class, and a tinted one has; see `mixed_images`."""
+    model, gray = cast(nn.Sequential, small_network()), mixed_images(2, 256)[1]
+    with torch.no_grad():
+        for layer in model.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.reset_running_stats()
+                layer.momentum = None  # the plain mean: its statistics become those of the gray pictures
+        model.train()(gray)
+        classifier = cast(nn.Linear, model.eval()[-1])
+        classifier.bias.sub_(model(gray).mean(0))
+        for parameter in classifier.parameters():
+            parameter.mul_(2)
+    return model.to(dtype)
+
+
+def mixed_images(streams: int, batch: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Draw images (S, B, 3, 8, 8) that `doubtful_network` is certain of in some streams, and not in others.
+
+    In the first stream all images are tinted, in the second they are gray, in the third every other one is tinted, and
+    so on.
+    """
+    picture = torch.rand(3, SIZE, SIZE, generator=torch.Generator().manual_seed(1000), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(streams, batch, 3, SIZE, SIZE, generator=generator, dtype=torch.float64)
+    tint = torch.rand(streams, batch, 3, 1, 1, generator=generator, dtype=torch.float64)
+    stream, place = torch.arange(streams).unsqueeze(1) % 3, torch.arange(batch)
+    tinted = (stream == 0) | ((stream == 2) & (place % 2 == 0))
+    gray = torch.lerp(picture, noise, 0.1)
+    return torch.lerp(gray, tint, 0.75 * tinted.double().view(streams, batch, 1, 1, 1)).to(dtype)
 
 
 def labels_in_bursts(
@@ -174,6 +207,44 @@ def require_same_layout(start: Any, end: Any) -> None:
     for name, t in before.items():
         old, new = (f"{tuple(u.shape)} of {u.dtype}" for u in (t, after[name]))
         assert old == new, f"{name} of the state was {old} and is {new}"
+
+
+class _OneDevice(TorchFunctionMode):
+    """Refuses every operation that names another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = [_device(value) for value in (*args, *(kwargs or {}).values())]
+        if func is Tensor.cuda:
+            named.append(torch.device("cuda"))
+        elsewhere = {d.type for d in named if d is not None} - {self.device.type, "meta"}
+        assert not elsewhere, (
+            f"{getattr(func, '__name__', func)} names the device {', '.join(elsewhere)}, and the images are on "
+            f"{self.device}: use the device of the images, x.device"
+        )
+        return func(*args, **(kwargs or {}))
+
+
+def _device(value: Any) -> torch.device | None:
+    """Return the device that an argument of an operation names, if it names one."""
+    if isinstance(value, str) and value.partition(":")[0] in ("cuda", "mps", "xpu", "hpu"):
+        return torch.device(value)
+    return value if isinstance(value, torch.device) else None
+
+
+@contextmanager
+def one_device(device: torch.device) -> Iterator[None]:
+    """Fail if the code inside names another device than this one, or wakes a GPU that is not there."""
+    try:
+        with _OneDevice(device):
+            yield
+    except RuntimeError as error:
+        if "cuda" not in str(error).lower():
+            raise
+        raise AssertionError(f"it needs a GPU, and the images are on {device}: {error}") from error
 
 
 @contextmanager
