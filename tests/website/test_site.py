@@ -71,6 +71,15 @@ def test_the_reference_shows_every_method_and_the_comments_of_its_fields(site):
     assert "weight of the anchored loss" in text
 
 
+def test_examples_are_code_with_its_output_and_never_quotes(site):
+    shown = 0
+    for path in (site / "reference").glob("*.html"):
+        page = path.read_text()
+        assert re.findall(r"<blockquote>(?:(?!</blockquote>).)*", page, re.DOTALL) == [], path.name
+        shown += len(re.findall(r'<div class="language-pycon highlight">.*?<span class="go">', page))
+    assert shown > 10
+
+
 @needs_chromium
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_page_is_wider_than_the_screen(site, width):
