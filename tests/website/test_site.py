@@ -100,6 +100,46 @@ def test_no_page_is_wider_than_the_screen(site, width):
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
 
 
+HEADS = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")].map((box) => {
+  box.scrollTop = box.scrollHeight;
+  box.scrollLeft = box.scrollWidth;
+  const outer = box.getBoundingClientRect(), head = box.querySelector("thead").getBoundingClientRect();
+  const last = box.querySelector("tbody tr:last-child > :last-child").getBoundingClientRect();
+  const cell = box.querySelector("thead th").getBoundingClientRect();
+  return [outer.height <= innerHeight, cell.top >= outer.top - 1, last.right <= outer.right + 1, head.height > 0];
+})"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["methods", "reproduction", "budget"])
+def test_the_end_of_every_table_can_be_reached_and_its_head_stays(site, width, name):
+    pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 700})
+        page.goto((site / f"{name}.html").as_uri())
+        page.wait_for_selector(".md-typeset__scrollwrap")
+        found = page.evaluate(HEADS)
+    assert found
+    assert found == [[True] * 4] * len(found)
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_chart_has_the_ground_of_its_page_and_legible_words(site, scheme):
+    pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 900}, color_scheme=scheme)
+        page.goto((site / "index.html").as_uri())
+        shown = page.evaluate(
+            "[...document.querySelectorAll('.chart img')].filter((e) => e.offsetWidth)"
+            ".map((e) => [e.getAttribute('src'), e.offsetWidth])"
+        )
+    ((place, width),) = shown
+    assert (".dark." in place) == (scheme == "dark")
+    assert width >= 540  # of 547 units, in which words have 8 and 10 pixels
+
+
 @needs_chromium
 def test_search_works_in_pages_that_are_opened_as_files(site):
     sync_api = pytest.importorskip("playwright.sync_api")
