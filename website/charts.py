@@ -1,4 +1,4 @@
-"""Charts that fit both schemes of the site: each committed one gets a dark variant, and a box of its own in its page."""
+"""Charts that fit both schemes of the site: each committed one gets a dark variant, and a box in its page."""
 
 import base64
 import functools
@@ -58,7 +58,7 @@ def darkened(svg: str) -> str:
 
 
 def boxed(markdown: str) -> str:
-    """Show each chart of a page in the colours of the scheme; on a small screen it scrolls, and its words stay legible."""
+    """Show each chart in the colours of the scheme; on a small screen it scrolls, and its words stay legible."""
 
     def box(match: re.Match[str]) -> str:
         alt, place, name = " ".join(match[1].split()), match[2], match[3]

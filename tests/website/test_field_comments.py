@@ -2,8 +2,11 @@
 
 import pytest
 
-griffe = pytest.importorskip("griffe", reason="needs the extra docs: pip install '.[docs]'")
-markdown = pytest.importorskip("markdown", reason="needs the extra docs: pip install '.[docs]'")
+pytest.importorskip("griffe", reason="needs the extra docs: pip install '.[docs]'")
+pytest.importorskip("markdown", reason="needs the extra docs: pip install '.[docs]'")
+
+import griffe
+import markdown
 
 from places import ROOT
 from website.field_comments import FieldComments, fenced
