@@ -76,7 +76,8 @@ def test_examples_are_code_with_its_output_and_never_quotes(site):
     for path in (site / "reference").glob("*.html"):
         page = path.read_text()
         assert re.findall(r"<blockquote>(?:(?!</blockquote>).)*", page, re.DOTALL) == [], path.name
-        shown += len(re.findall(r'<div class="language-pycon highlight">.*?<span class="go">', page))
+        assert page.count("&gt;&gt;&gt;") == page.count('<span class="gp">&gt;&gt;&gt; </span>'), path.name
+        shown += page.count('<span class="go">')
     assert shown > 10
 
 
