@@ -10,7 +10,7 @@ from typing import Any
 
 import griffe
 
-EXAMPLE = re.compile(r"^(>>> .*(?:\n.+)*)", re.MULTILINE)
+EXAMPLE = re.compile(r"^( *)(>>> .*(?:\n.*\S.*)*)", re.MULTILINE)  # up to an empty line, whatever its indent
 TOOLS = re.compile(r"(noqa|type): *\S*(, *[A-Z]+\d+)* *")  # notes to ruff and mypy
 
 
@@ -18,9 +18,9 @@ class FieldComments(griffe.Extension):
     """Give attributes without a docstring the text of their comment, and put examples into blocks of code."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Fence the examples of a docstring: Markdown would take their brackets for links."""
+        """Fence the examples of a docstring: Markdown would take their prompts for quotes, and brackets for links."""
         if obj.docstring is not None:
-            obj.docstring.value = EXAMPLE.sub(r"```pycon\n\1\n```", obj.docstring.value)
+            obj.docstring.value = fenced(obj.docstring.value)
 
     def on_module(self, *, mod: griffe.Module, **_: Any) -> None:
         """Read the comments of a module once it is loaded, and give each field its own."""
@@ -34,6 +34,15 @@ class FieldComments(griffe.Extension):
                 text = next((comments[n] for n in lines if n in comments), comments.get(-member.lineno))
                 if text:
                     member.docstring = griffe.Docstring(text, parent=member)
+
+
+def fenced(text: str) -> str:
+    r"""Return a docstring whose examples are blocks of code, with the indent that they had.
+
+    >>> fenced("Say so.\n\nExample:\n    >>> 1 + 1\n    2")
+    'Say so.\n\nExample:\n    ```pycon\n    >>> 1 + 1\n    2\n    ```'
+    """
+    return EXAMPLE.sub(r"\1```pycon\n\1\2\n\1```", text)
 
 
 def comments_of(source: str) -> dict[int, str]:

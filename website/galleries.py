@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tribe import corruptions, datasets, scenarios
 from tribe.experiments.plots import COLOURS
+from website import charts
 from website.scene import landscape
 
 # Size, and where it is published, of the pictures of a family; the parameters depend on the size.
 SIZES = {"large": (224, "common"), "small": (32, "common"), "digits": (28, "mnist")}
 IMAGES = 400  # of each domain in the drawings of scenarios
 DOMAINS = ("motion_blur", "fog", "stripe")
+INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 FEWER = {"recurring": {"rounds": 3}}  # else the drawing is too long to see anything
 
 
@@ -109,13 +111,24 @@ def figures(places: Sequence[str], labels: Sequence[str], alts: Sequence[str], s
 
 def streams() -> dict[str, bytes]:
     """A drawing of a stream of each scenario."""
-    return {f"gallery/scenarios/{name}.png": draw_stream(name) for name in scenarios.names()}
+    from matplotlib import rc_context
+
+    made = {}
+    for name in scenarios.names():
+        made[f"gallery/scenarios/{name}.png"] = draw_stream(name, COLOURS)
+        with rc_context(
+            {**dict.fromkeys(INKS, charts.INK), "figure.facecolor": charts.GROUND, "axes.facecolor": "none"}
+        ):
+            dark = draw_stream(name, [charts.DARK[colour.lower()] for colour in COLOURS])
+        made[f"gallery/scenarios/{name}.dark.png"] = dark
+    return made
 
 
-def draw_stream(name: str) -> bytes:
+def draw_stream(name: str, colours: Sequence[str]) -> bytes:
     """The class of every image of a stream in its order; colours are domains, lines are resets."""
     from matplotlib.figure import Figure
 
+    black, *others = colours
     scenario = scenarios.create(name, **FEWER.get(name, {}))
     severe = isinstance(getattr(scenario, "severities", None), tuple)
     scenario = scenario.on(DOMAINS if severe else tuple(f"{domain}@5" for domain in DOMAINS))
@@ -128,16 +141,16 @@ def draw_stream(name: str) -> bytes:
     time = torch.arange(len(plan.index))
     for i, domain in enumerate(DOMAINS):
         mine = torch.tensor([names[d].startswith(domain) for d in plan.domain.tolist()])
-        axes.plot(time[mine], played[mine], "|", color=COLOURS[i + 1], markersize=5, markeredgewidth=0.7, label=domain)
+        axes.plot(time[mine], played[mine], "|", color=others[i], markersize=5, markeredgewidth=0.7, label=domain)
     for start in plan.reset.nonzero().flatten().tolist():
-        axes.axvline(start, color="black", linewidth=1)
+        axes.axvline(start, color=black, linewidth=1)
     axes.set(
         xlabel="image of the stream", ylabel="class", yticks=range(0, 10, 3), xlim=(0, len(time)), ylim=(-0.7, 9.7)
     )
     if severe:
         severity = torch.tensor([int(names[d].partition("@")[2]) for d in plan.domain.tolist()])
         beside = axes.twinx()
-        beside.plot(time, severity, color="black", linewidth=0.8)
+        beside.plot(time, severity, color=black, linewidth=0.8)
         beside.set(ylabel="severity", ylim=(0, 5.3), yticks=range(1, 6))
     return _png(figure)
 
@@ -148,7 +161,9 @@ def scenario_gallery() -> str:
     for name in scenarios.names():
         cls: Any = scenarios.get(name)
         about, paper = (inspect.getdoc(cls) or "").partition("\n")[0], getattr(cls, "paper", None)
-        image = f"![The classes of a stream of {name}](gallery/scenarios/{name}.png){{ loading=lazy .stream }}"
+        alt, place = f"The classes of a stream of {name}", f"gallery/scenarios/{name}"
+        files = f"{place}.png#only-light", f"{place}.dark.png#only-dark"
+        image = "".join(f"![{alt}]({file}){{ loading=lazy .stream }}" for file in files)
         parts += [f"### {name}", about, image, *([f"*{paper}*"] if paper else [])]
     return "\n\n".join(parts)
 

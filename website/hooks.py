@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from website import galleries, playing
+from website import charts, galleries, playing
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ("CONTRIBUTING", "SECURITY", "CHANGELOG")  # pages in the root of the repository
@@ -45,13 +45,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["decisions/index.md"] = f"# Decisions\n\nDecisions, and the reasons for them.\n\n{entries}"
     for name, modules in REFERENCE.items():
         made[f"reference/{name}.md"] = f"# {name}\n\n" + "\n\n".join(map(_reference, modules)) + "\n"
-    for place, content in (made | galleries.pictures() | playing.files()).items():
+    for place, content in (made | charts.pictures() | galleries.pictures() | playing.files()).items():
         files.append(File.generated(config, place, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
-    """Put galleries and the page "Try it" in their place, and make links work on the site.
+    """Put galleries, charts and the page "Try it" in their place, and make links work on the site.
 
     A link to a file of the repository that is not on the site becomes its text. Lists inside lists get the indent that
     Python's Markdown expects.
@@ -72,7 +72,7 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         return f"[{text}]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{anchor})"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
-    parts[::2] = [NESTED.sub("    ", LINK.sub(link, part)) for part in parts[::2]]
+    parts[::2] = [charts.boxed(NESTED.sub("    ", LINK.sub(link, part))) for part in parts[::2]]
     whole = GALLERY.sub(lambda match: galleries.markdown(match[1]), "".join(parts))
     return whole.replace(PLAY, playing.markdown()) if PLAY in whole else whole
 

@@ -290,7 +290,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint():
         (["--set", "tribe.gama=1"], ["no field 'gama'", "gamma"]),
         (["--set", "tribe.rate_cap=perhaps"], ["rate_cap of tribe is True or False; got 'perhaps'"]),
         (["--set", "gamma=1"], ["COMPONENT.FIELD=VALUE"]),
-        (["--set", "rotta.nu=1"], ["takes no part", "tribe"]),
+        (["--set", "cotta.lr=1"], ["takes no part", "tribe"]),
         (["--set", "dataset.corruptions=('fgo',)"], ["unknown corruption 'fgo'", "fog"]),
         (["--set", "dataset.corruptions=stripe,fgo"], ["unknown corruption 'fgo'", "fog"]),
         (["--set", "dataset.severities=6"], ["a severity is 1, 2, 3, 4 or 5; got 6"]),

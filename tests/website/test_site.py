@@ -71,6 +71,16 @@ def test_the_reference_shows_every_method_and_the_comments_of_its_fields(site):
     assert "weight of the anchored loss" in text
 
 
+def test_examples_are_code_with_its_output_and_never_quotes(site):
+    shown = 0
+    for path in (site / "reference").glob("*.html"):
+        page = path.read_text()
+        assert re.findall(r"<blockquote>(?:(?!</blockquote>).)*", page, re.DOTALL) == [], path.name
+        assert page.count("&gt;&gt;&gt;") == page.count('<span class="gp">&gt;&gt;&gt; </span>'), path.name
+        shown += page.count('<span class="go">')
+    assert shown > 10
+
+
 @needs_chromium
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_page_is_wider_than_the_screen(site, width):
@@ -89,6 +99,46 @@ def test_no_page_is_wider_than_the_screen(site, width):
     assert wide == []
     assert complaints == []
     assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+
+
+HEADS = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")].map((box) => {
+  box.scrollTop = box.scrollHeight;
+  box.scrollLeft = box.scrollWidth;
+  const outer = box.getBoundingClientRect(), head = box.querySelector("thead").getBoundingClientRect();
+  const last = box.querySelector("tbody tr:last-child > :last-child").getBoundingClientRect();
+  const cell = box.querySelector("thead th").getBoundingClientRect();
+  return [outer.height <= innerHeight, cell.top >= outer.top - 1, last.right <= outer.right + 1, head.height > 0];
+})"""
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["methods", "reproduction", "budget"])
+def test_the_end_of_every_table_can_be_reached_and_its_head_stays(site, width, name):
+    pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        page = browser.new_page(viewport={"width": width, "height": 700})
+        page.goto((site / f"{name}.html").as_uri())
+        page.wait_for_selector(".md-typeset__scrollwrap")
+        found = page.evaluate(HEADS)
+    assert found
+    assert found == [[True] * 4] * len(found)
+
+
+@needs_chromium
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_chart_has_the_ground_of_its_page_and_legible_words(site, scheme):
+    pytest.importorskip("playwright.sync_api")
+    with started_chromium() as browser:
+        page = browser.new_page(viewport={"width": 390, "height": 900}, color_scheme=scheme)
+        page.goto((site / "index.html").as_uri())
+        shown = page.evaluate(
+            "[...document.querySelectorAll('.chart img')].filter((e) => e.offsetWidth)"
+            ".map((e) => [e.getAttribute('src'), e.offsetWidth])"
+        )
+    ((place, width),) = shown
+    assert (".dark." in place) == (scheme == "dark")
+    assert width >= 540  # of 547 units, in which words have 8 and 10 pixels
 
 
 @needs_chromium

@@ -6,13 +6,22 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -133,6 +142,48 @@ def write_json(data: Mapping[str, Any], file: str | None, *more: Path) -> None:
         print_json(data)
 
 
+class Bars(Progress):
+    """Bars of long work on stderr; where that is no terminal, a line at each tenth that is done, or once a minute.
+
+    Of a task with the field ``quiet`` there is a line once a minute only.
+    """
+
+    def __init__(self, *columns: str | ProgressColumn, console: Console | None = None, **options: Any) -> None:
+        super().__init__(*columns, console=console or Console(stderr=True), **options)
+        self._tenths: dict[TaskID, int] = {}  # that were said
+        self._said = self.get_time()
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Change a task, and say how far it is."""
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        """Count what is done of a task, and say how far it is."""
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        if self.console.is_terminal:
+            return
+        with self._lock:
+            task = next(task for task in self.tasks if task.id == task_id)
+            tenth = min(int(10 * task.completed / task.total), 9) if task.total else 0  # at the end the bar is printed
+            further = tenth > self._tenths.get(task_id, 0) and not task.fields.get("quiet")
+            if not further and self.get_time() - self._said < SILENCE:
+                return
+            self._tenths[task_id], self._said = tenth, self.get_time()
+            share = f"{task.percentage:.0f} %, " if task.total else ""
+            left = f", {_clock(task.time_remaining)} left" if task.time_remaining is not None else ""
+            line = f"{task.description}: {share}{_clock(task.elapsed or 0)} so far{left}"
+            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+SILENCE = 60  # seconds without a line, at most, while work goes on and no terminal shows a bar
 MOST_BARS = 20  # with more experiments, the bar of a finished one is removed
 
 
@@ -150,18 +201,22 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
     """Show a bar for all of ``count`` experiments and one for each that is running; warnings appear between them."""
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     console = Console(stderr=True)
-    with messages(console), Progress(*columns, console=console) as progress:
+    with messages(console), Bars(*columns, console=console) as progress:
         total = progress.add_task(f"{title}: 0 of {count} runs", total=count)
         bars: dict[Experiment, TaskID] = {}
         played, results = set[Experiment](), dict[Experiment, Result]()
+        finished = set[Experiment]()
+        shares: dict[Experiment, float] = {}  # that are done
 
         def follow(experiment: Experiment, done: int, of: int, wrong: float | None) -> None:
             error = "" if wrong is None else f": error {100 * wrong:.1f} %"
             name = printable(name_of(experiment))
             if experiment not in bars:
-                bars[experiment] = progress.add_task(name)
+                bars[experiment] = progress.add_task(name, quiet=True)
                 played.add(experiment)
             progress.update(bars[experiment], completed=done, total=of, description=name + error)
+            shares[experiment] = done / max(of, 1)
+            progress.update(total, completed=sum(shares.values()))
 
         def done(experiment: Experiment, outcome: Result | Failure) -> None:
             if isinstance(outcome, Failure):
@@ -170,9 +225,10 @@ def experiment_bars(title: str, count: int, name_of: Callable[[Experiment], str]
                 results[experiment] = outcome
             if count > MOST_BARS and experiment in bars:
                 progress.remove_task(bars.pop(experiment))
-            progress.advance(total)
-            finished = int(progress.tasks[0].completed)
-            progress.update(total, description=f"{title}: {finished} of {count} runs")
+            finished.add(experiment)
+            shares[experiment] = 1
+            words = f"{title}: {len(finished)} of {count} runs"
+            progress.update(total, completed=sum(shares.values()), description=words)
 
         yield Followers(follow, done, played, results)
 
@@ -182,7 +238,7 @@ def timing_bar() -> Iterator[BenchProgress]:
     """Show a bar that is drawn between timings only: a thread that draws would disturb them."""
     name = TextColumn("{task.description:14}", markup=False)
     columns = (name, BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, auto_refresh=False) as bar:
+    with Bars(*columns, transient=True, auto_refresh=False) as bar:
         task = bar.add_task("building", total=None)
 
         def show(done: int, total: int, name: str) -> None:

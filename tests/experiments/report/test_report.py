@@ -304,6 +304,26 @@ def test_many_methods_and_groups_have_a_navigation_and_every_link_leads_somewher
     assert all([page.elements[i + k][0] for k in (1, 2)] == ["title", "desc"] for i in charts)
 
 
+def test_many_streams_that_share_few_methods_are_folded_below_a_table_without_empty_columns(tmp_path):
+    runs = {
+        f"r{i}{name}": record(name, error=error, scenario={"name": "gli-v", "fields": {"imbalance": i}})
+        for i in range(1, 13)
+        for name, error in (("source", 0.4), ("tribe", 0.3), (f"only{i}", 0.2))
+    }
+    page = page_of(keep(tmp_path / "runs", **runs))
+    head, *rows = [[cell["text"] for cell in row] for row in page.tables[0]]
+    assert head == ["stream", "methods", "source", "tribe", "lowest", "of"]
+    assert len(rows) == 12
+    for i, (_, count, *errors, lowest, winner) in enumerate(rows, 1):
+        assert (count, winner) == ("3", f"only{i}")
+        assert float(lowest) < min(map(float, errors))
+    folded = [a for name, a in page.elements if name == "details" and a.get("class") == "group"]
+    assert len(folded) == 12
+    assert all("open" not in a for a in folded)
+    links = {link[1:] for link in page.attributes("href") if link.startswith("#")}
+    assert links <= set(page.attributes("id"))
+
+
 SHORT = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=400")
 
 

@@ -168,3 +168,25 @@ def test_on_paper_it_is_light_and_without_controls(visit):
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert not page.locator("aside").is_visible()
     assert page.locator("#g1 .chart").first.is_visible()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_many_streams_make_a_short_page_whose_links_open_what_is_folded(browser, tmp_path, size):
+    runs = {
+        f"r{i}{name}": record(name, scenario={"name": "gli-v", "fields": {"imbalance": i}}, dataset={"name": "d" * 30})
+        for i in range(1, 13)
+        for name in ("source", f"only{i}")
+    }
+    report.write(keep(tmp_path / "runs", **runs), tmp_path / "report.html")
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollHeight") < 5 * height
+    assert page.evaluate("[...document.querySelectorAll('aside a')].every((a) => a.scrollWidth <= a.clientWidth + 1)")
+    aside = page.locator(".held")
+    assert aside.evaluate("(e) => e.scrollWidth <= e.clientWidth")
+    page.locator("table.overview tbody tr").nth(11).locator("td a").first.click()
+    opened = page.locator("section details.group[open]")
+    assert opened.count() == 1
+    assert opened.locator("details.origin[open]").count() == 1
+    page.close()

@@ -6,14 +6,14 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.commands.source import Batches, SourceImages
 from tribe.cli.custom import DATASET, component_name, method_name
 from tribe.cli.options import AsJson, Device, Model, Weights, make_workbench, parse_overrides
-from tribe.cli.output import messages, print_json
+from tribe.cli.output import Bars, messages, print_json
 from tribe.core.precision import deterministic, float32_precision
 from tribe.data.datasets.folder import holds_one_domain
 from tribe.io.files import check_file
@@ -76,7 +76,7 @@ def prepare(
         labelled = bool((y >= 0).all())
         names = getattr(clean, "classes", ())
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        with float32_precision("float32"), deterministic(), Progress(*columns, console=Console(stderr=True)) as bar:
+        with float32_precision("float32"), deterministic(), Bars(*columns) as bar:
             task = bar.add_task("playing corrupted images", total=None)
             prepared = tribe.prepare(
                 net,

@@ -8,14 +8,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress, track
 from torch import Tensor
 
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import DATASET, component_name, method_name
 from tribe.cli.options import AsJson, Device, Model, Overrides, Weights, make_workbench, parse_overrides
-from tribe.cli.output import messages, print_json
+from tribe.cli.output import Bars, messages, print_json
 from tribe.core.backbone import Backbone
 from tribe.core.precision import deterministic, float32_precision
 from tribe.core.validation import good_images
@@ -162,7 +161,7 @@ def _calibrate(source: SourceImages, method: str, overrides: Overrides) -> Made:
     built = plain_method(method, net, held_out, overrides[method])
     read = Batches(source, held_out, HELD_OUT, f"reading {source.dataset}", whole=True)
     x, y = (torch.cat(column) for column in zip(*read, strict=True))
-    with float32_precision("float32"), deterministic(), Progress(console=Console(stderr=True)) as bar:
+    with float32_precision("float32"), deterministic(), Bars() as bar:
         task = bar.add_task(f"{method} plays them", total=None)
         calibration: Calibration = tribe.calibrate(
             net, x, y, method=built, seed=source.seed, progress=lambda n, of: bar.update(task, completed=n, total=of)
@@ -191,7 +190,7 @@ class Batches:
             raise ValueError(f"--batch is the number of images a batch, at least 1; got {batch}")
         if most is not None and most < 1:
             raise ValueError(f"--images is the number of images, at least 1; got {most}")
-        self.dataset, self.title = dataset, title
+        self.dataset, self.title, self._quiet = dataset, title, whole  # to read them is short
         labels = [dataset.labels(domain) for domain in dataset.domains]
         self._label = torch.cat(labels)
         self._domain = torch.cat([torch.full_like(y, i) for i, y in enumerate(labels)])
@@ -210,13 +209,16 @@ class Batches:
         return sum(len(batch) for batch in self._batches)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in track(self._batches, self.title, console=Console(stderr=True)):
-            x, y = [], []
-            for domain in self._domain[batch].unique().tolist():
-                mine = batch[self._domain[batch] == domain]
-                x.append(self.dataset.images(self.dataset.domains[domain], self._index[mine]))
-                y.append(self._label[mine])
-            images, labels = torch.cat(x), torch.cat(y)
-            readable = good_images(images, 1)
-            if bool(readable.any()):
-                yield images[readable], labels[readable]
+        with Bars() as bar:
+            task = bar.add_task(self.title, total=len(self._batches), quiet=self._quiet)
+            for batch in self._batches:
+                x, y = [], []
+                for domain in self._domain[batch].unique().tolist():
+                    mine = batch[self._domain[batch] == domain]
+                    x.append(self.dataset.images(self.dataset.domains[domain], self._index[mine]))
+                    y.append(self._label[mine])
+                images, labels = torch.cat(x), torch.cat(y)
+                readable = good_images(images, 1)
+                if bool(readable.any()):
+                    yield images[readable], labels[readable]
+                bar.advance(task)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from typer.core import TyperGroup
 
 from tribe.cli.commands import app
 from tribe.cli.options import AsJson
-from tribe.cli.output import messages, print_json, print_message
+from tribe.cli.output import Bars, messages, print_json, print_message
 from tribe.fields import printable, require
 
 SHOWN = 10  # streams that are named
@@ -121,6 +119,6 @@ def restore(
 @contextlib.contextmanager
 def _bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    with Bars(transient=True) as bar:
         task = bar.add_task(title, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

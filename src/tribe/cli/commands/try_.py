@@ -9,14 +9,14 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
 from tribe.cli.networks import DIGITS, load_network
 from tribe.cli.options import AsJson, Device, Weights, parse_overrides
-from tribe.cli.output import make_table, messages, print_json, shown
+from tribe.cli.output import Bars, make_table, messages, print_json, shown
 from tribe.core.precision import choose_device
 from tribe.fields import printable
 from tribe.health.prepared import SUFFIX
@@ -205,7 +205,7 @@ def _trial(
                 "remove it"
             )
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,.0f} frames")
-    with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with Bars(*columns, TimeElapsedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("playing", total=opened.length)
         return play(
             opened,

@@ -35,6 +35,7 @@ ROOM = "room"  # a field that `tribe run` raises for larger images
 MOST_DOMAINS = 2**13  # of a record: each has a column, and a page of more takes minutes to write and to show
 Fields = Mapping[str, Any]
 NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
+DIGEST = re.compile(r"[0-9a-f]{32,}")
 
 
 class Column(NamedTuple):
@@ -351,12 +352,14 @@ def _field(place: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Return a value in a few characters; a long list by its ends and length."""
+    """Return a value in a few characters; a long list by its ends and length, a digest by its beginning."""
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list):
         shown = ", ".join(map(_short, value if len(value) <= 3 else [value[0], "…", value[-1]]))
         return f"({shown})" + (f" of {len(value)}" if len(value) > 3 else "")
+    if DIGEST.fullmatch(str(value)):
+        return str(value)[:8]
     return str(value) if len(str(value)) <= 40 else f"{str(value)[:39]}…"
 
 

@@ -50,9 +50,11 @@ for (const command of document.querySelectorAll("pre.command")) {
 
 function unfold() {
   const target = document.getElementById(location.hash.slice(1));
-  const folded = target?.closest("details");
-  if (folded && !folded.open) {
-    folded.open = true;
+  const folded = [];
+  const inside = target?.matches("section") ? target.querySelector(":scope > details") : target;
+  for (let e = inside?.closest("details:not([open])"); e; e = e.parentElement.closest("details:not([open])")) folded.push(e);
+  if (folded.length) {
+    for (const e of folded) e.open = true;
     target.scrollIntoView();
   }
 }

@@ -30,6 +30,8 @@ from tribe.experiments.report.groups import (
 from tribe.fields import printable
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
+MOST_OPEN = 6  # groups; more are folded, and a reader opens those of interest
+MOST_FREQUENT = 6  # methods with a column of their own in an overview by streams
 
 
 class ClockTable(NamedTuple):
@@ -80,6 +82,8 @@ def render(runs: Runs) -> str:
         long=LONG,
         mean_text=mean_text,
         clocks=_clock_tables(runs.groups),
+        frequent=_frequent(runs),
+        fold=len(groups) > MOST_OPEN,
         lead=_lead(runs, common),
         warning="; ".join(f"{count:,} {what}" for what, count in counts.items() if count),
         style=Markup(_asset("page.css")),
@@ -114,13 +118,27 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     text += f", all of {', '.join(common)}." if common else "."
     wins: Counter[str] = Counter()
     for group in runs.groups:
-        scores = {row.label: row.score(INSTANCE) for row in group.rows}
-        lowest = best(list(scores.values()))
-        wins.update(label for label, found in scores.items() if mean_text(found) == lowest)
+        wins.update(_winners(group))
     if wins:
         most = ", ".join(f"{label} on {n}" for label, n in sorted(wins.items(), key=lambda win: (-win[1], win[0])))
         text += f" Lowest instance error: {most} of {len(runs.groups):,}."
     return text
+
+
+def _winners(group: ResultGroup) -> list[str]:
+    """Return the methods with the lowest instance error; none if there are not two to compare."""
+    scores = {row.label: mean_text(row.score(INSTANCE)) for row in group.rows}
+    lowest = best([row.score(INSTANCE) for row in group.rows])
+    return [label for label, text in scores.items() if text == lowest]
+
+
+def _frequent(runs: Runs) -> list[str] | None:
+    """Return the methods that most streams share; None unless a table of all methods would be mostly empty."""
+    counts = Counter(row.label for group in runs.groups for row in group.rows)
+    if len(runs.groups) <= MOST_OPEN or 2 * counts.total() >= len(runs.labels) * len(runs.groups):
+        return None
+    most = [label for label, count in counts.most_common(MOST_FREQUENT) if 2 * count >= len(runs.groups)]
+    return [label for label in runs.labels if label in most]
 
 
 def _clock_tables(groups: Sequence[ResultGroup]) -> list[ClockTable]:
@@ -159,6 +177,7 @@ def _group(group: ResultGroup, title: str, series: Mapping[str, int]) -> dict[st
         "title": title,
         "facts": _facts(group),
         "rows": {row.label: row for row in group.rows},
+        "winners": _winners(group),
         "lowest": {column: best([row.score(column) for row in group.rows]) for column in LONG if column.best},
         "charts": _charts(group, series),
         "maps": _maps(group),
