@@ -46,11 +46,6 @@ Momentum = Annotated[float, Range(below=1)]
 Count = Annotated[int, Range(low=1)]
 
 
-# Marks the type of a field that a component got after results of it were kept: Annotated[Share, LATER]. A spec holds
-# the field only where it differs from its default, so the ids of these results stay.
-LATER = "later than kept results"
-
-
 def is_whole(value: Any, least: int | None = None) -> bool:
     """Return whether a value is a whole number, numpy's included, and at least ``least``; a boolean is not.
 

@@ -20,7 +20,6 @@ from tribe.core.augment import Augment
 from tribe.core.backbone import Backbone
 from tribe.core.rules import Frozen, PerBatch
 from tribe.core.state import digest, leaves, stream
-from tribe.experiments.spec import describe
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods.deyo import shuffled
 from tribe.methods.lame import nearest
@@ -211,19 +210,6 @@ def test_the_authors_settings_of_imagenet_are_a_preset(name):
     method = methods.get(name).preset("imagenet-authors")
     assert (method.classes, method.optimizer, method.momentum, method.lr) == (1000, "sgd", 0.9, 0.00025)
     assert methods.get(name).preset("imagenet").optimizer == "adam", "the paper's rows"
-
-
-SGD = {"optimizer": "sgd", "momentum": 0.5}
-
-
-@pytest.mark.parametrize(
-    ("name", "later"), [("tent", SGD), ("pl", SGD), ("eata", SGD), ("sar", {"mean_after_reset": "kept"})]
-)
-def test_a_later_field_at_its_default_leaves_the_ids_of_earlier_results(name, later):
-    """Results of these methods were kept before they had these fields."""
-    assert not describe(name, methods.create(name, classes=4)).fields.keys() & later.keys()
-    assert later.items() <= describe(name, methods.create(name, classes=4, **later)).fields.items()
-    assert later.items() <= describe(f"{name}+time", methods.create(f"{name}+time", classes=4, **later)).fields.items()
 
 
 # -- ROID -------------------------------------------------------------------------------------------------------------

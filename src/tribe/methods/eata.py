@@ -8,7 +8,7 @@ beforehand, holds the parameters that the source data depend on.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import cosine_similarity
 
 from tribe.core import losses
 from tribe.core.backbone import Output
-from tribe.fields import LATER, Momentum, NotNegative, is_whole
+from tribe.fields import Momentum, NotNegative, is_whole
 from tribe.knowledge import Knowledge, KnowledgeError, KnowledgeLike, checked_tensors, study_batches
 from tribe.methods import Affine, Backbone, EntropyMethod, PerBatch, ScreenedBatch, register
 from tribe.methods.base import MeanState, mean_prediction
@@ -33,8 +33,8 @@ class Eata(EntropyMethod):
     alpha: NotNegative = 2000.0  # weight of the Fisher penalty; at 0 no source knowledge is needed (ETA)
     knowledge: KnowledgeLike = None  # F, from `study`
     fisher: Literal["mean", "sum"] = "mean"  # F over the source batches; "sum": as in the comparison TRIBE is part of
-    optimizer: Annotated[Literal["adam", "sgd"], LATER] = "adam"  # sgd: with momentum
-    momentum: Annotated[Momentum, LATER] = 0.9  # of SGD
+    optimizer: Literal["adam", "sgd"] = "adam"  # sgd: with momentum
+    momentum: Momentum = 0.9  # of SGD
 
     # NOTE: the paper's own CIFAR-10 runs use d = 0.4, alpha = 1 and SGD; the comparison TRIBE is part of does not. The
     # paper's own ImageNet runs are the preset imagenet-authors: SGD at 0.00025.

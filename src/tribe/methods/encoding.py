@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from tribe.core.augment import Augment
-from tribe.fields import LATER
 from tribe.io.states import STATE, StateFileError
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.methods import AnyMethod, Pipeline, classes_of, create, get, get_fields
@@ -19,14 +18,9 @@ def encode_fields(component: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, or of all parts of a pipeline, as plain data, which ids are hashes of.
 
     Source knowledge becomes ``{"knowledge": digest}``, an augmentation ``{"augment": fields}``, any other callable
-    ``{"callable": name}``, since no file can hold it. All other values stay as they are. A field of
-    `tribe.fields.LATER` is left out where it has its default.
+    ``{"callable": name}``, since no file can hold it. All other values stay as they are.
     """
-    parts = component.parts if isinstance(component, Pipeline) else (component,)
-    known = {field.name: field for part in parts for field in dataclasses.fields(part)}
-    later = {name: field.default for name, field in known.items() if LATER in getattr(field.type, "__metadata__", ())}
-    fields = get_fields(component).items()
-    return {name: _encode(value) for name, value in fields if name not in later or value != later[name]}
+    return {name: _encode(value) for name, value in get_fields(component).items()}
 
 
 def _encode(value: Any) -> Any:
@@ -56,7 +50,7 @@ def decode_value(value: Any) -> Any:
 
 def method_for_file(method: AnyMethod) -> dict[str, Any]:
     """Return the fields of a method as a state file holds them: source knowledge also has the name of its file."""
-    fields = {name: _encode(value) for name, value in get_fields(method).items()}
+    fields = encode_fields(method)
     for name, known in get_fields(method).items():
         if isinstance(known, Knowledge):
             with_name = {"knowledge": Path(known.path or "knowledge").name, "digest": known.digest}

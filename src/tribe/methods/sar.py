@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tribe.core import losses, optim
 from tribe.core.state import select, tree_map
-from tribe.fields import LATER, Momentum, NotNegative, Range
+from tribe.fields import Momentum, NotNegative, Range
 from tribe.methods import Affine, Backbone, EntropyMethod, Info, Key, ScreenedBatch, Update, register
 
 # A share of the layers, or names of layers or blocks, or those that the authors freeze, where they have such names.
@@ -52,7 +52,7 @@ class Sar(EntropyMethod):
     lr: NotNegative = 0.00025  # of SGD, for batches of 64
     momentum: Momentum = 0.9
     frozen_tail: Tail = 0.25  # frozen layers: a share of all layers, from the end, or names, or "published"
-    mean_after_reset: Annotated[Literal["new", "kept"], LATER] = "new"  # kept: as in the authors' code
+    mean_after_reset: Literal["new", "kept"] = "new"  # kept: as in the authors' code
 
     paper = "Niu et al., Towards stable test-time adaptation in dynamic wild world, ICLR 2023"
     presets = {  # ImageNet's from the paper, CIFAR's from the comparison in ROID's repository

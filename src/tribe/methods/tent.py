@@ -1,11 +1,11 @@
 """Learn from the network's own predictions, one step a batch, with batch statistics: TENT and pseudo labels."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from tribe.fields import LATER, Momentum
+from tribe.fields import Momentum
 from tribe.methods import EntropyMethod, losses, register
 
 # NOTE: TENT's authors play ImageNet with SGD at 0.00025, the preset imagenet-authors; the comparison TRIBE is part of,
@@ -21,8 +21,8 @@ class Tent(EntropyMethod):
     The affine parameters follow the gradient of the mean entropy.
     """
 
-    optimizer: Annotated[Literal["adam", "sgd"], LATER] = "adam"  # sgd: with momentum
-    momentum: Annotated[Momentum, LATER] = 0.9  # of SGD
+    optimizer: Literal["adam", "sgd"] = "adam"  # sgd: with momentum
+    momentum: Momentum = 0.9  # of SGD
 
     presets = {"imagenet-authors": IMAGENET}
     paper = "Wang et al., Tent: fully test-time adaptation by entropy minimization, ICLR 2021"
@@ -36,8 +36,8 @@ class PL(EntropyMethod):
     TENT with the cross-entropy of the most likely class instead of the entropy.
     """
 
-    optimizer: Annotated[Literal["adam", "sgd"], LATER] = "adam"  # sgd: with momentum
-    momentum: Annotated[Momentum, LATER] = 0.9  # of SGD
+    optimizer: Literal["adam", "sgd"] = "adam"  # sgd: with momentum
+    momentum: Momentum = 0.9  # of SGD
 
     presets = {"imagenet-authors": IMAGENET}  # as TENT's paper plays it
     paper = "Lee, Pseudo-label: the simple and efficient semi-supervised learning method for deep networks, 2013"
