@@ -206,24 +206,25 @@ def proxied(tmp_path):
     program = shutil.which("haproxy") or shutil.which("haproxy", path="/usr/sbin:/usr/local/sbin")
     if program is None:
         pytest.skip("needs haproxy: apt-get install haproxy")
-    from test_haproxy import CONFIG, free_ports
+    from test_haproxy import CONFIG, free_ports, with_ports
 
     with contextlib.ExitStack() as stack:
 
         def start(server):
             (port,) = free_ports(1)
-            text = CONFIG.replace("127.0.0.1:8000", f"127.0.0.1:{port}").replace("check inter 1s", "check inter 100ms")
-            for worker in (8101, 8102):
-                text = text.replace(f"127.0.0.1:{worker}", f"127.0.0.1:{server.port}")
+            text = with_ports(CONFIG, p8000=port, p8101=server.port, p8102=server.port)
+            text = text.replace("check inter 1s", "check inter 100ms")
             (tmp_path / "haproxy.cfg").write_text(text)
             proxy = subprocess.Popen([program, "-db", "-f", tmp_path / "haproxy.cfg"], stderr=subprocess.DEVNULL)
             stack.callback(proxy.wait)
             stack.callback(proxy.terminate)
-            while True:
+            for _ in range(600):
                 with contextlib.suppress(OSError):
                     if status(exchange(port, head("GET /v2/health/ready", "Connection: close"))) == 200:
                         return port
+                assert proxy.poll() is None, "HAProxy ended"
                 time.sleep(0.05)
+            raise AssertionError("HAProxy found no worker in 30 s")
 
         yield start
 
