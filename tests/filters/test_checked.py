@@ -55,20 +55,23 @@ def test_it_equals_a_plain_loop(batch):
     assert not used[1].any()
 
 
-def test_a_class_that_was_predicted_for_long_is_not_answered_for_long():
-    """Fog, in which the network says class 0; then random order, in which class 0 is the second best of all images."""
-    draw = torch.Generator().manual_seed(0)
-    fog, labels = torch.zeros(400, dtype=torch.int64), torch.randint(1, CLASSES, (400,), generator=draw)
-    kinds = torch.cat((fog, labels))
-    one_hot = torch.nn.functional.one_hot(torch.stack((fog.repeat(2), kinds)), CLASSES).double()
-    logits = (2.0 * one_hot[0] + 2.4 * one_hot[1])[None]
-    valid = torch.ones(1, 800, dtype=torch.bool)
-    wrong = {}
-    for rule in (Markov(), Checked()):
-        _, answers, _ = play(rule, logits, valid, 50)
-        wrong[rule.name] = (answers[0, 400:] != labels).double().mean().item()
-    assert wrong["time"] > 0.5  # the network alone is right on all of them
-    assert wrong["time-checked"] < 0.05
+def test_a_filter_that_is_stuck_on_a_class_is_off_soon():
+    """After hundreds of images that were predicted as class 0: random order, with class 0 second best in all images."""
+    labels = torch.randint(1, CLASSES, (200,), generator=torch.Generator().manual_seed(0))
+    logits = 2.0 + torch.zeros(1, 200, CLASSES, dtype=torch.float64)
+    logits[..., 0] += 2.0
+    logits = logits + 2.3 * torch.nn.functional.one_hot(labels, CLASSES)
+    rule, valid, zero = Checked(temperatures=4.0), torch.ones(1, 200, dtype=torch.bool), torch.zeros(1, 1)
+    stuck = rule.init(1, CLASSES, logits.new_empty(0))
+    sure = torch.nn.functional.one_hot(torch.zeros(1, dtype=torch.int64), CLASSES).double()
+    inner = stuck.filter._replace(
+        belief=sure[None], rate=zero.double() + 0.005, evidence=zero.double() + 60, images=torch.tensor([2000])
+    )
+    stuck = stuck._replace(filter=inner, last=sure, alike=torch.ones(1).double(), shares=sure)
+    alone = Markov.step(rule, inner, logits, valid)
+    found = rule.step(stuck, logits, valid)
+    assert alone.used.double().mean() > 0.5
+    assert not found.used[:, 30:].any()
 
 
 def test_its_report_says_when_it_is_off():
