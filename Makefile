@@ -34,7 +34,8 @@ serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:80
 # Everything optional that a test can use and that needs no GPU. torchvision comes without its compiled part: it is
 # built for other builds of torch.
 EXTRAS := dev,docs,grpc,models,onnx,pandas,ray,ray-serve,redis,serve,serve-fast,video
-PROGRAMS := redis-server haproxy wrk chromium curl openssl nodejs npm
+# Programs that tests call, and their packages where these have other names.
+PROGRAMS := redis-server haproxy wrk chromium curl openssl nodejs npm promtool:prometheus systemd-analyze:systemd
 
 $(VENV)/.extras: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' 'tritonclient[all]' transformers triton openvino
@@ -50,7 +51,7 @@ $(NPM):
 	|| echo "npm did not install $(ORT_WEB): the site comes without the page \"Try it\""
 
 extras: $(VENV)/.extras  ## install every package and program that tests can use (programs: with apt-get, as root)
-	@missing=; for name in $(PROGRAMS); do command -v $$name > /dev/null || missing="$$missing $$name"; done; \
+	@missing=; for each in $(PROGRAMS); do command -v $${each%%:*} > /dev/null || missing="$$missing $${each##*:}"; done; \
 	if [ -n "$$missing" ]; then apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y $$missing > /dev/null; fi
 	@$(MAKE) --no-print-directory $(NPM)
 

@@ -156,6 +156,14 @@ async def test_requests_that_wait_while_their_stream_moves_get_the_version_that_
 # -- move and back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["sqlite", "redis"])
+def real_store(request, tmp_path):
+    """A function that opens the same store again."""
+    from stores import open_kind
+
+    return open_kind(request.param, tmp_path, None)
+
+
 @pytest.fixture(params=["memory", "sqlite", "redis"])
 def any_store(request, tmp_path):
     """A function that opens the same store again; in memory: None."""
@@ -192,9 +200,8 @@ async def test_back_returns_to_the_state_before_the_move_bit_for_bit(any_store):
         store.close()
 
 
-async def test_after_a_restart_a_stream_goes_on_in_its_version_and_may_still_go_back(any_store):
-    if (store := any_store()) is None:
-        pytest.skip("without a store nothing is there after a restart")
+async def test_after_a_restart_a_stream_goes_on_in_its_version_and_may_still_go_back(real_store):
+    store = real_store()
     async with working(versions_of(), store) as worker:
         await learned(worker)
         before = digest(worker)
@@ -261,10 +268,9 @@ async def test_a_frozen_stream_stays_frozen_and_snapshots_belong_to_their_versio
         assert (await worker.control("rollback", "cam"))["clock"] == 3
 
 
-async def test_a_store_that_fails_leaves_the_stream_whole_in_one_version(any_store):
+async def test_a_store_that_fails_leaves_the_stream_whole_in_one_version(real_store):
     """Whichever call fails, and whether or not it did its work: what is stored is of one version, and back is exact."""
-    if (store := any_store()) is None:
-        pytest.skip("there is no store to fail")
+    store = real_store()
     failing = Guided(store)
     async with working(versions_of(), failing) as worker:
         worker.policy.__dict__.update(retry=0.0)
@@ -290,9 +296,8 @@ async def test_a_store_that_fails_leaves_the_stream_whole_in_one_version(any_sto
 
 
 @pytest.mark.parametrize("done", [False, True])
-async def test_the_second_write_of_a_move_may_fail_and_the_state_before_it_is_kept_all_the_same(any_store, done):
-    if (store := any_store()) is None:
-        pytest.skip("there is no store to fail")
+async def test_the_second_write_of_a_move_may_fail_and_the_state_before_it_is_kept_all_the_same(real_store, done):
+    store = real_store()
     plain, calls = store.write, []
 
     def write(writes):
@@ -430,9 +435,8 @@ async def test_a_stream_whose_estimate_falls_goes_back_unless_the_policy_says_no
                 assert worker.stream("cam")["version"] == version
 
 
-async def test_the_page_and_the_store_know_what_is_kept(any_store):
-    if (store := any_store()) is None:
-        pytest.skip("there is no store")
+async def test_the_page_and_the_store_know_what_is_kept(real_store):
+    store = real_store()
     async with working(versions_of(), store) as worker:
         await learned(worker)
         await worker.control("move", "cam", version="3")
