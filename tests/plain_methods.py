@@ -109,7 +109,8 @@ def lame(net, xs, method):
     """LAME (CVPR 2022)."""
     passes = [net(x[None], *net.source(), Frozen()) for x in xs]
     settings = {name: getattr(method, name) for name in ("neighbours", "rounds", "settled")}
-    return [torch.from_numpy(settle(p.logits[0].numpy(), p.features[0].numpy(), **settings)) for p in passes], {}
+    each = [settle(p.logits[0].numpy(), p.features[0].numpy(), **settings) for p in passes]
+    return [torch.from_numpy(p).log() for p in each], {}
 
 
 def eata(net, xs, method):
@@ -210,7 +211,7 @@ def roid(net, xs, method, ensemble=towards_source):
         with torch.no_grad():
             ensemble(method, parameters, start)
         mean = method.beta * mean + (1 - method.beta) * p.mean(0)
-        outputs.append(p)
+        outputs.append(p.log())
     return outputs, learned(weights, biases) | {"mean": mean}
 
 

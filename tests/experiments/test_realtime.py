@@ -81,11 +81,10 @@ def plain_loop(name, speed, cost, resets=()):
         else:
             with torch.no_grad():
                 output = method.deployed(net, state).logits(net, batch.x, batch.valid)
-            output = output.softmax(-1) if method.output == "probabilities" else output
             if isinstance(method, Pipeline) and method.filter is not None:
                 output, after = method.filter_output(net, state.filter, output, batch.valid)
                 state = state._replace(filter=after)
-        outputs.append((output if method.output == "probabilities" else output.softmax(-1))[0])
+        outputs.append(output.softmax(-1)[0])
     confidence, prediction = torch.cat(outputs).max(-1)
     return prediction, confidence
 
@@ -157,7 +156,7 @@ def test_the_last_state_of_lame_is_the_source():
     net, method, x = Backbone(small_network()), ready("lame"), images(1, 16)
     output, _ = predict_last(net, method, method.init(net), x)
     source = ready("source")
-    assert torch.equal(output, source.predict(net, source.init(net), x).softmax(-1))
+    assert torch.equal(output, source.predict(net, source.init(net), x))
     assert not torch.allclose(output, method.predict(net, method.init(net), x))
 
 

@@ -220,13 +220,13 @@ def test_the_authors_settings_of_imagenet_are_a_preset(name):
 def test_the_prior_of_the_batch_reweights_the_outputs(kind, batch):
     net, x = network(), images(1, batch, 2, DOUBLE)
     plain, corrected = (methods.create("roid", classes=4, prior=prior) for prior in ("none", kind))
-    p = plain.predict(net, plain.init(net), x)[0]
+    p = plain.predict(net, plain.init(net), x)[0].exp()
     logits = net(x, *net.source(), PerBatch()).logits[0]
     prior = [sum(float(q[k]) for q in p) / batch for k in range(4)]
     gamma = max(1 / batch, 1 / 4) / max(prior)
     smooth = torch.tensor([(v + gamma) / (1 + 4 * gamma) for v in prior], dtype=DOUBLE)
     expected = (logits * smooth).softmax(-1) if kind == "logits" else (p * smooth) / (p * smooth).sum(-1, keepdim=True)
-    torch.testing.assert_close(corrected.predict(net, corrected.init(net), x)[0], expected)
+    torch.testing.assert_close(corrected.predict(net, corrected.init(net), x)[0].exp(), expected)
 
 
 def test_images_all_alike_all_count():

@@ -184,6 +184,12 @@ def raw(method, net, state, x, valid=None):
     return method.deployed(net, state).logits(net, x, valid)
 
 
+def probabilities(method, net, state, x, valid=None):
+    """Return probabilities of a prediction without learning."""
+    x, valid, _ = screen(x, valid)
+    return method.deployed(net, state).logits(net, x, valid).softmax(-1)
+
+
 past = {}
 
 
@@ -415,7 +421,7 @@ METHOD_MUTANTS = {
         mutant("the same without learning", TENT, not_exportable_because=None, predict=raw),
         mutant("predicts padding", TENT, after=lambda m, s: (torch.where(counted(s.x), raw(m, *s[:3]), s.y), s.new)),
         mutant(
-            "probabilities that prefer a class for an image that is not finite",
+            "logits that prefer a class for an image that is not finite",
             LameWith(),
             after=lambda m, s: (torch.where(counted(s.x, s.valid), s.y, torch.eye(K)[0]), s.new),
         ),
@@ -463,6 +469,10 @@ METHOD_MUTANTS = {
             TENT,
             loss=lambda m, z, valid: mean_entropy(z[:, :6], valid[:, :6]) + 0 * z[:, 5].sum(),
         ),
+    ],
+    "returns_logits": [
+        mutant("probabilities", TENT, after=lambda m, s: (s.y.softmax(-1), s.new)),
+        mutant("probabilities without learning", TENT, not_exportable_because=None, predict=probabilities),
     ],
     "is_documented": [
         mutant(None, TENT, paper="a paper"),

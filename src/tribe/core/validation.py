@@ -30,16 +30,15 @@ PROBABILITIES = (
 class Checks:
     """Checks of images and of logits; each warns once.
 
-    ``classes`` is None for ``dense`` networks; ``logits``: the method returns logits, not probabilities; ``guarded``: a
-    guard skips frames of a camera that fails.
+    ``classes`` is None for ``dense`` networks; ``guarded``: a guard skips frames of a camera that fails.
     """
 
     any_range = False  # whether images that look like 0 to 255 are taken
 
-    def __init__(self, net: Backbone, classes: int | None, logits: bool, guarded: bool = False) -> None:
+    def __init__(self, net: Backbone, classes: int | None, guarded: bool = False) -> None:
         self.classes, self._dense = classes, net.dense
         self._classifier = net.classifier
-        self._range_checked, self._output_checked = False, not logits
+        self._range_checked, self._output_checked = False, False
         self._guarded, self._proper = guarded, False  # whether a batch was in [0, 1]
 
     def find_bad(self, x: Tensor, valid: Tensor | None) -> Tensor | None:

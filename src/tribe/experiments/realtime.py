@@ -88,7 +88,6 @@ def predict_last(
     with torch.no_grad():
         logits = Method.logits(pipeline.method, net, inner, batch)
         output = mask_logits(logits, real & finite(logits))
-    output = output if method.output == "logits" else output.softmax(-1)
     if pipeline.filter is None:
         return output, state
     answer, after = pipeline.filter_output(net, state.filter, output, valid)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,14 +36,10 @@ HEADER = {
     "alarms?": [str],
     "trace?": [str],
     "outputs?": {
-        "kind": {"logits", "probabilities"},
         "classes": json_files.Where(int, lambda n: 1 <= n <= MOST_CLASSES, f"an integer from 1 to {MOST_CLASSES}"),
     },
 }
 UNREADABLE = (ValueError, KeyError, TypeError, EOFError, OSError, RuntimeError, zipfile.BadZipFile, zlib.error)
-
-
-Kind = Literal["logits", "probabilities"]  # `Method.output`
 
 
 class Watched(NamedTuple):
@@ -83,13 +79,12 @@ class Trace(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of a method for the images of one stream, in order, and how they were cut into batches."""
+    """The logits of a method for the images of one stream, in order, and how they were cut into batches."""
 
     values: Tensor  # (N, K) in the precision of the network; images that could not be read have a row, too
     valid: Tensor  # (N,) False: an image that could not be read, which the record leaves out
     sizes: Tensor  # (steps,) int64, images of each batch; sums to N
     reset: Tensor  # (steps,) True: the stream went back to the source before this batch
-    kind: Kind
 
 
 class Record(NamedTuple):
@@ -121,7 +116,7 @@ class Record(NamedTuple):
         if outputs:
             if self.outputs is None:
                 raise ValueError("this record holds no outputs to save: tribe.run(..., keep_outputs=True) keeps them")
-            header["outputs"] = {"kind": self.outputs.kind, "classes": self.outputs.values.shape[1]}
+            header["outputs"] = {"classes": self.outputs.values.shape[1]}
             parts = self.outputs._replace(values=self.outputs.values.float().flatten())  # numpy has no bfloat16
             columns |= {f"output_{name}": getattr(parts, name) for name in OUTPUTS}
         buffer = io.BytesIO()
@@ -166,7 +161,7 @@ class Record(NamedTuple):
             columns |= {name: t.numpy() for name, t in tensors.items() if isinstance(t, Tensor)}
         if self.outputs is not None:
             values = self.outputs.values[self.outputs.valid].float().numpy()
-            columns |= {f"{self.outputs.kind}_{k}": values[:, k] for k in range(values.shape[1])}
+            columns |= {f"logits_{k}": values[:, k] for k in range(values.shape[1])}
         frame = pandas.DataFrame(columns)
         frame.attrs["spec"] = dict(self.spec)
         return frame
@@ -228,7 +223,7 @@ def _decode(file: Mapping[str, Any]) -> Record:
     if (about := header.get("outputs")) is not None:
         parts = _columns(file, OUTPUTS, "output_")
         parts["values"] = parts["values"].view(-1, about["classes"])
-        columns["outputs"] = Outputs(**parts, kind=about["kind"])
+        columns["outputs"] = Outputs(**parts)
     return Record(**columns, domains=tuple(header["domains"]), classes=header["classes"], spec=header["spec"])
 
 

@@ -23,7 +23,7 @@ from tribe.experiments.spec import ComponentSpec, plain
 from tribe.filters import TimeFilter
 from tribe.methods import parse
 from tribe.methods.encoding import encode_fields
-from tribe.methods.pipeline import filter_output
+from tribe.methods.pipeline import filter_logits
 
 
 def replay(
@@ -48,7 +48,7 @@ def replay(
     outputs = [_outputs(record) for record in records]
     if not outputs:
         return []
-    kind, values = outputs[0].kind, outputs[0].values
+    values = outputs[0].values
     like = values.new_empty(0, dtype=accumulation_dtype(values.dtype), device=device)
     source, steps = rule.init(len(outputs), values.shape[1], like), max(len(kept.sizes) for kept in outputs)
     state, error = clone(source), RunningError()
@@ -74,8 +74,8 @@ def replay(
         if reset.any():
             state = select(reset.to(device), clone(source), state)
         with on_its_device:
-            output, state = filter_output(rule, state, values.to(device), valid.to(device), kind)
-        confidence, prediction = predictions(output, kind)
+            output, state = filter_logits(rule, state, values.to(device), valid.to(device))
+        confidence, prediction = predictions(output)
         seconds = (time.perf_counter() - begun) / max(int(valid.sum()), 1)
         for s, record in enumerate(played):
             here = slice(done[s], done[s] + int(valid[s].sum()))

@@ -25,7 +25,7 @@ from tribe.core.state import Info, clone, digest, leaves, rebuild, select, tree_
 from tribe.data.datasets import fingerprint, optional
 from tribe.experiments.provenance import code_of, file_digest, is_custom
 from tribe.experiments.realtime import ClockedSteps, Realtime
-from tribe.experiments.record import FROM_INFO, Kind, Outputs, Record, Trace, Watched
+from tribe.experiments.record import FROM_INFO, Outputs, Record, Trace, Watched
 from tribe.experiments.spec import ComponentSpec, describe
 from tribe.experiments.stream import Batch, Stream
 from tribe.health.alarms import KINDS
@@ -93,7 +93,6 @@ def run(
     _check(net, method, stream, every, given)
     seeds = [seed + i for i in range(len(stream.seeds))] if isinstance(seed, int) else list(seed)
     source = _initial_state(net, method, len(stream.seeds), seeds)
-    outputs = method.output if keep_outputs else None
     whole, real = torch.empty(0, dtype=torch.int64), torch.empty(0)
     empty = {"domain": whole, "label": whole, "prediction": whole, "confidence": real, "seconds": real}
     empty |= {name: values[:0] for name, values in _observe(method, net, source, 0).items()}
@@ -102,8 +101,8 @@ def run(
     if checkpoint is not None:
         check_file(checkpoint)  # before the work, not after it
         file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
-        state, columns, start = file.resume(source, columns, stream, outputs)
-    table = RecordTable(stream, columns, start, outputs)
+        state, columns, start = file.resume(source, columns, stream, keep_outputs)
+    table = RecordTable(stream, columns, start, keep_outputs)
     steps, retired = ClockedSteps(Steps(method, net, graphs, deterministic), stream, realtime), None
     pin = net.device.type == "cuda"  # from pinned memory the copy does not hold up the host
     finished = state, start  # after the last batch that was finished
@@ -114,7 +113,7 @@ def run(
             if batch.reset.any():
                 state, retired = select(reset, clone(source), state), None  # a copy: its memory will be reused
             output, state, retired = steps(step - 1, state, x, valid, retired)  # retired memory serves the next step
-            confidence, prediction = predictions(output, method.output)  # waits for the device: the time is the whole
+            confidence, prediction = predictions(output)  # waits for the device: the time is the whole
             seconds = (time.perf_counter() - begun) / max(int(batch.valid.sum()), 1)
             table.append(step, batch, output, prediction, confidence, seconds, _observe(method, net, state, step))
             if progress is not None:
@@ -133,10 +132,9 @@ def run(
     return records
 
 
-def predictions(output: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """Return the largest probability (S, B) of a method's output (S, B, K), and its class; both on the CPU."""
-    p = output if kind == "probabilities" else output.float().softmax(-1)
-    confidence, prediction = (t.cpu() for t in p.max(-1))  # waits for the device
+def predictions(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest probability (S, B) of logits (S, B, K), and its class; both on the CPU."""
+    confidence, prediction = (t.cpu() for t in logits.float().softmax(-1).max(-1))  # waits for the device
     return confidence, prediction
 
 
@@ -268,8 +266,8 @@ class RunningError:
 class RecordTable:
     """The columns of the records so far, from those after ``step`` batches on. It grows by whole batches."""
 
-    def __init__(self, stream: Stream, start: Sequence[Columns], step: int = 0, outputs: Kind | None = None) -> None:
-        self._stream, self._outputs = stream, outputs
+    def __init__(self, stream: Stream, start: Sequence[Columns], step: int = 0, keep_outputs: bool = False) -> None:
+        self._stream, self._keeps = stream, keep_outputs
         self._parts = [(step, start)]  # columns of each stream since the part before, and the step after them
         self.error = RunningError()
         for columns in start:
@@ -296,7 +294,7 @@ class RecordTable:
             columns |= {"confidence": confidence[s].float(), "seconds": times}
             columns |= {name: values[s].expand(valid.shape) for name, values in observed.items()}
             row = {name: values[valid] for name, values in columns.items()}
-            if self._outputs is not None:
+            if self._keeps:
                 images = slice(0, _images(self._stream, s, step) - _images(self._stream, s, step - 1))
                 row["outputs.values"] = output[s, images].to("cpu", copy=True)
                 row["outputs.valid"] = valid[images]
@@ -328,11 +326,11 @@ class RecordTable:
                 part, _, field = name.rpartition(".")
                 parts[part][field] = values
             outputs = None
-            if self._outputs is not None:
+            if self._keeps:
                 cuts, reset = stream.cuts[s], stream.schedules[s].reset
                 sizes = torch.tensor([cut.stop - cut.start for cut in cuts], dtype=torch.int64)
                 resets = torch.tensor([bool(reset[cut.start]) for cut in cuts], dtype=torch.bool)
-                outputs = Outputs(**parts["outputs"], sizes=sizes, reset=resets, kind=self._outputs)
+                outputs = Outputs(**parts["outputs"], sizes=sizes, reset=resets)
             record = Record(
                 **cast(Any, parts[""]),
                 domains=stream.domains,
@@ -385,7 +383,7 @@ class RunCheckpoint:
             warnings.warn(f"{error}. The run goes on from batch {self.saved}, not {step}", stacklevel=3)
 
     def resume(
-        self, source: Any, start: Sequence[Columns], stream: Stream, outputs: Kind | None
+        self, source: Any, start: Sequence[Columns], stream: Stream, keep_outputs: bool
     ) -> tuple[Any, Sequence[Columns], int]:
         """Return state, columns of each stream and batches done, from the file; without one, those of the start."""
         if not self.path.exists():
@@ -396,7 +394,7 @@ class RunCheckpoint:
             raise StateFileError(f"{self.path} is the checkpoint of another run. {CHECKPOINT.advice}")
         if step > batches:
             raise StateFileError(f"{self.path} is damaged: {step} of {batches} batches are done. {CHECKPOINT.advice}")
-        if outputs is None:  # a run that kept outputs may go on without
+        if not keep_outputs:  # a run that kept outputs may go on without
             tensors = {name: t for name, t in tensors.items() if ".outputs." not in name}
         elif not any(".outputs." in name for name in tensors):
             raise StateFileError(f"{self.path} is of a run that did not keep outputs. {CHECKPOINT.advice}")
@@ -405,7 +403,7 @@ class RunCheckpoint:
             labels = tensors.get(f"record.{s}.label")
             rows = labels.shape if labels is not None and labels.dim() == 1 else (0,)
             like |= {f"record.{s}.{name}": empty.new_empty(rows) for name, empty in columns.items()}
-            if outputs is not None:
+            if keep_outputs:
                 values = tensors.get("record.0.outputs.values", torch.empty(0, 0))  # of any precision, but all alike
                 images = _images(stream, s, step)
                 like[f"record.{s}.outputs.values"] = values.new_empty(images, *values.shape[1:])

@@ -126,7 +126,7 @@ class Watch:
         retired: Any = None,
         *,
         rare: Rare | None = None,
-        deliver: Callable[[Tensor], tuple[Tensor, Any]] = lambda output: (output, None),
+        deliver: Callable[[Tensor], tuple[Tensor, Any]],
     ) -> tuple[Tensor, Any, GuardState, Any]:
         """Take the method's step, ``rare`` or not, watch it, and apply the guard's limits to the result.
 
@@ -141,9 +141,8 @@ class Watch:
         watched: list[tuple[WatchState, Tensor]] = []  # with the tensor that was read, which must be kept
 
         def on_prediction(output: Tensor) -> None:
-            logits = _logits(method, output)
             seen = real & _differs(output)
-            watched.append((watcher.observe(looked, verdict, answers, logits, seen, state.info), output))
+            watched.append((watcher.observe(looked, verdict, answers, output, seen, state.info), output))
 
         options: dict[str, Any] = {"deploy": lambda net, state: self.lean(net, method, state)}
         due = torch.ones_like(state.key.clock, dtype=torch.bool)
@@ -158,7 +157,7 @@ class Watch:
             beside(lambda: on_prediction(output))
         beside.join()
         answer, filtered = deliver(output)
-        watch = watcher.estimate(watched[0][0], answers, _logits(method, answer), real & _differs(output), state.info)
+        watch = watcher.estimate(watched[0][0], answers, answer, real & _differs(output), state.info)
         new = old._replace(watch=watcher.report(watch, moved.info, real))
         idle = torch.where((verdict.teaches_nothing & real).any(1) & due, real.sum(1), 0)
         return answer, *self.restrain(net, method, state, moved, old, new, idle, due), filtered
@@ -362,11 +361,6 @@ class Guard(Watch):
         if self.lean_half is None:
             return super().follow(net, state, seen)
         return self.lean_most * shift_weight(net, seen, self.midpoint(state))
-
-
-def _logits(method: Method, output: Tensor) -> Tensor:
-    """Return what a method returns as logits or log-probabilities."""
-    return output if method.output == "logits" else output.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def _differs(output: Tensor) -> Tensor:

@@ -173,8 +173,7 @@ class Player:
         every = torch.ones_like(d, dtype=torch.bool, device=net.device)
         answers, self._shift = ask(net, self._shift, x, every, PROBE)
         source = source_logits(net, x.flatten(0, 1)).argmax(-1).view_as(d)
-        output, self._state = method.step(net, self._state, x)
-        logits = output if method.output == "logits" else output.clamp_min(torch.finfo(output.dtype).tiny).log()
+        logits, self._state = method.step(net, self._state, x)
         signals = per_image_signals(logits, self.temperature, self._state.info.student_agreement, answers)
         right = logits.argmax(-1).cpu() == self.labels[i]
         return *(t.cpu() for t in signals), right, source == self.labels[i]

@@ -81,7 +81,7 @@ class Watcher:
     def observe(
         self, state: WatchState, verdict: Verdict, answers: Answers | None, output: Tensor, valid: Tensor, info: Any
     ) -> WatchState:
-        """Add a batch: what the source says of it, what was predicted (logits or log-probabilities), and a report."""
+        """Add a batch: what the source says of it, what was predicted (logits), and a report."""
         predicted = output.argmax(2)
         source = known = None
         agreement = state.agreement
@@ -100,7 +100,7 @@ class Watcher:
     def estimate(
         self, state: WatchState, answers: Answers | None, delivered: Tensor, valid: Tensor, info: Any
     ) -> WatchState:
-        """Add the answers of a batch that are delivered, after a time filter: logits or log-probabilities.
+        """Add the answers of a batch that are delivered, after a time filter: logits.
 
         Whenever a quarter of a window has passed, the accuracy is compared with that of clean images.
         """

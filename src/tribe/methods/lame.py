@@ -48,7 +48,7 @@ class Rounds(NamedTuple):
 @register("lame")
 @dataclass(frozen=True)
 class Lame(Source):
-    """The source model, its predictions corrected within each batch; returns probabilities."""
+    """The source model, its predictions corrected within each batch."""
 
     neighbours: Annotated[int, Range()] = 5  # k: neighbours of each image; fewer in batches of k images or less
     rounds: Count = 100  # at most
@@ -57,15 +57,14 @@ class Lame(Source):
     capture = "segments"  # the host checks whether the assignments have converged
     paper = "Boudiaf et al., Parameter-free online test-time adaptation, CVPR 2022"
     works_on = ("features",)
-    output = "probabilities"
     does_not_adapt = "it keeps nothing from one batch to the next"
     not_exportable_because = "neighbours in a batch correct each other's predictions"
 
     @torch.no_grad()
     def logits(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> Tensor:
-        """Return the logits (S, B, K) of the assignments."""
+        """Return the log-probabilities (S, B, K) of the assignments."""
         unary, near = segment(self._compare, net, state, batch)
-        return self._settle(unary, near, batch.valid)
+        return self._settle(unary, near, batch.valid).log_softmax(-1)
 
     def _compare(self, net: Backbone, state: SourceState, batch: ScreenedBatch) -> tuple[Tensor, Neighbours]:
         """Return the source's -log p of each image (S, B, K), and its neighbours."""

@@ -68,7 +68,6 @@ class Method(ABC):
     paper: ClassVar[str]  # where the method comes from
     # What a method declares if it differs.
     works_on: ClassVar[tuple[Part, ...]] = ()  # what a network must have for it
-    output: ClassVar[Literal["logits", "probabilities"]] = "logits"  # what step returns
     does_not_adapt: ClassVar[str | None] = None  # the reason, for methods whose predictions never change
     needs: ClassVar[str | None] = None  # the source knowledge that it needs; see tribe.knowledge
     per_class: ClassVar[str | None] = None  # what it keeps for each class, for methods that require `classes`
@@ -218,12 +217,11 @@ class Method(ABC):
             on_prediction: may be called with the predictions before the method learns.
 
         Returns:
-            Predictions (S, B, K) and the next state.
+            Logits (S, B, K), whose softmax is the method's probabilities, and the next state.
         """
         x, valid, rejected = screen(x, valid)
         batch = ScreenedBatch(x, valid, deploy or self.deployed, on_prediction, retired)
-        logits, new = commit_step(net, state, self.adapt(net, state, batch), valid, rejected)
-        return logits if self.output == "logits" else logits.softmax(-1), new
+        return commit_step(net, state, self.adapt(net, state, batch), valid, rejected)
 
     def predict(
         self,
@@ -234,10 +232,9 @@ class Method(ABC):
         *,
         deploy: Callable[[Backbone, Any], Deployed] | None = None,
     ) -> Tensor:
-        """Predict images without adapting; the arguments are those of `step`."""
+        """Return logits of images without adapting; the arguments are those of `step`."""
         x, valid, _ = screen(x, valid)
-        prediction, _ = self.predict_batch(net, state, ScreenedBatch(x, valid, deploy or self.deployed))
-        return prediction if self.output == "logits" else prediction.softmax(-1)
+        return self.predict_batch(net, state, ScreenedBatch(x, valid, deploy or self.deployed))[0]
 
     def predict_and_advance(
         self, net: Backbone, state: Any, x: Tensor, valid: Tensor | None = None

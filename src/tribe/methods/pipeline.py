@@ -113,7 +113,6 @@ class Pipeline:
     # -- what it has from the method -------------------------------------------------------------------------------
 
     classes = _of_the_method("classes")
-    output = _of_the_method("output")
     needs = _of_the_method("needs")
     works_on = _of_the_method("works_on")
     does_not_adapt = _of_the_method("does_not_adapt")
@@ -203,7 +202,7 @@ class Pipeline:
         if output.shape[-1] != (classes := self._count(net)):
             raise wrong_count(output, classes, net.classifier)  # a filter would fail with the sizes of its tensors
         real = torch.ones(output.shape[:2], dtype=torch.bool, device=output.device) if valid is None else valid
-        return filter_output(self.filter, state, output, real, self.output)
+        return filter_logits(self.filter, state, output, real)
 
     def _count(self, net: Backbone) -> int | None:
         return self.method.classes if self.method.classes is not None else net.classes
@@ -213,15 +212,10 @@ AnyMethod = Method | Pipeline
 
 
 @torch.no_grad()
-def filter_output(
-    rule: TimeFilter, state: Any, output: Tensor, valid: Tensor, kind: Literal["logits", "probabilities"]
-) -> tuple[Tensor, Any]:
-    """Filter what a method returned, (S, B, K): the same kind comes back, and the next state of the filter."""
-    probabilities = kind == "probabilities"
-    logits = output.clamp_min(torch.finfo(torch.float32).tiny).log() if probabilities else output
+def filter_logits(rule: TimeFilter, state: Any, logits: Tensor, valid: Tensor) -> tuple[Tensor, Any]:
+    """Filter a method's logits (S, B, K): log-probabilities where the filter answers, and its next state."""
     filtered = rule.step(state, logits, valid)
-    answer = (filtered.logits.exp() if probabilities else filtered.logits).to(output.dtype)
-    return torch.where(filtered.used.unsqueeze(-1), answer, output), filtered.state
+    return torch.where(filtered.used.unsqueeze(-1), filtered.logits.to(logits.dtype), logits), filtered.state
 
 
 NOT_EXPORTED = (

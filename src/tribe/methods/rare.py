@@ -96,4 +96,4 @@ def _rest(
     logits, seen = method.predict_batch(net, state, ScreenedBatch(x, valid, deploy or method.deployed))
     output, new = commit_step(net, state, Update(logits, state, seen=seen), valid, rejected)
     new = new._replace(info=new.info._replace(trusted=state.info.trusted))  # of the last batch that it learned from
-    return output if method.output == "logits" else output.softmax(-1), new
+    return output, new

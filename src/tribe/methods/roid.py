@@ -44,7 +44,6 @@ class Roid(EntropyMethod):
     paper = "Marsden et al., Universal test-time adaptation through weight ensembling, diversity weighting, and prior \
 correction, WACV 2024"
     per_class = "a mean prediction"
-    output = "probabilities"
     nesterov = True
     not_exportable_because = "the prior of each batch corrects its predictions"
     presets = {"imagenet": {"lr": 0.00025, "optimizer": "sgd"}}
@@ -95,15 +94,15 @@ correction, WACV 2024"
         return (diversity * certainty / self.tau).exp(), chosen
 
     def _corrected(self, logits: Tensor, valid: Tensor) -> Tensor:
-        """Logits with the prior of the batch's classes, smoothed more if there are fewer images or classes."""
+        """Return log-probabilities under the prior of the batch's classes, smoothed more for few images or classes."""
         logits = logits.detach().to(accumulation_dtype(logits.dtype))
         if self.prior == "none":
-            return logits
+            return logits.log_softmax(-1)
         prior = mean_prediction(logits, valid)  # (S, K)
         images, classes = valid.sum(1, keepdim=True).clamp_min(1), prior.shape[-1]
         gamma = (1 / images).clamp_min(1 / classes) / prior.amax(-1, keepdim=True).clamp_min(1 / classes)
         prior = ((prior + gamma) / (1 + gamma * classes)).unsqueeze(1)
-        return logits * prior if self.prior == "logits" else logits + prior.log()
+        return (logits * prior if self.prior == "logits" else logits + prior.log()).log_softmax(-1)
 
 
 def _spread(values: Tensor, valid: Tensor) -> Tensor:

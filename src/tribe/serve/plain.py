@@ -14,7 +14,7 @@ from torch import Tensor
 from tribe.data.images import EIGHT_BITS, require_pillow
 from tribe.serve import protocol
 from tribe.serve.errors import BadInput, TooLarge, WrongType
-from tribe.serve.protocol import InferRequest, InferResult, ModelInfo
+from tribe.serve.protocol import OUTPUT, InferRequest, InferResult, ModelInfo
 from tribe.streams.names import check_request_id
 
 JPEG, PNG, NPY, SAFETENSORS = "image/jpeg", "image/png", "application/x-npy", "application/x-safetensors"
@@ -64,7 +64,7 @@ def encode_predict(result: InferResult, request: InferRequest, model: ModelInfo)
     answer: dict[str, Any] = {"stream": request.stream, "classes": best}
     if model.labels:
         answer["labels"] = [model.labels[i] for i in best]
-    answer |= {model.output: logits.tolist(), "adapted": result.adapted, "answered": result.answered}
+    answer |= {OUTPUT: logits.tolist(), "adapted": result.adapted, "answered": result.answered}
     answer |= {"version": result.version, "clock": result.clock, "generation": result.generation}
     answer |= {"health": protocol.health_facts(result)}
     return msgspec.json.encode(answer)

@@ -46,6 +46,9 @@ Size = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 Shape = Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
 
 
+OUTPUT = "logits"  # the name of the only output
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The model that is served, as clients see it."""
@@ -53,7 +56,6 @@ class ModelInfo:
     name: str
     shape: tuple[int | None, ...]  # of one image, such as (3, 32, 32); None: any size
     classes: int
-    output: str = "logits"  # the name of the only output: logits or probabilities
     labels: tuple[str, ...] = ()  # names of the classes
     method: str = ""
     most_images: int = 1024  # in one request
@@ -148,7 +150,7 @@ class InferRequest:
 class InferResult(NamedTuple):
     """The answer to a request."""
 
-    logits: Tensor  # of each image, (B, K); probabilities for methods that return those
+    logits: Tensor  # of each image, (B, K)
     adapted: bool = False  # whether the stream has learned from these images (later, perhaps), and is not in shadow
     clock: int | None = None  # steps that the state has taken which predicted, or after the step; None: no stream
     generation: int | None = None  # how often the stream has been claimed; None without a store
@@ -263,8 +265,8 @@ def infer_request(head: InferHead, content: Buffer, model: ModelInfo, stream_hea
     parameters = head.parameters or InferParameters()
     binary = parameters.binary_data_output
     for output in head.outputs or ():
-        if output.name != model.output:
-            raise BadRequest(f"no output {output.name[:40]!r}; expected {model.output!r}")
+        if output.name != OUTPUT:
+            raise BadRequest(f"no output {output.name[:40]!r}; expected {OUTPUT!r}")
         if output.parameters is not None and output.parameters.binary_data is not None:
             binary = output.parameters.binary_data
     images = _read_images(head.inputs[0], content, model)
@@ -350,7 +352,7 @@ def as_numbers(logits: Tensor) -> "np.ndarray[Any, np.dtype[np.float32]]":
 def encode_infer(result: InferResult, request: InferRequest, model: ModelInfo) -> tuple[bytes, int | None]:
     """Return the body of an answer, and how many bytes of it are JSON; None: all of them."""
     logits, raw = as_numbers(result.logits), b""
-    output: dict[str, Any] = {"name": model.output, "datatype": "FP32", "shape": logits.shape}
+    output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": logits.shape}
     if request.binary:
         raw = logits.tobytes()
         output["parameters"] = {"binary_data_size": len(raw)}
@@ -397,7 +399,7 @@ def model_metadata(model: ModelInfo) -> dict[str, Any]:
         "versions": list(model.versions),
         "platform": PLATFORM,
         "inputs": [{"name": INPUT, "datatype": "FP32", "shape": [-1, *model.sizes]}],
-        "outputs": [{"name": model.output, "datatype": "FP32", "shape": [-1, model.classes]}],
+        "outputs": [{"name": OUTPUT, "datatype": "FP32", "shape": [-1, model.classes]}],
     }
 
 
@@ -409,6 +411,6 @@ def model_config(model: ModelInfo) -> dict[str, Any]:
         "backend": SERVER,
         "max_batch_size": model.most_images,
         "input": [{"name": INPUT, "data_type": "TYPE_FP32", "dims": model.sizes}],
-        "output": [{"name": model.output, "data_type": "TYPE_FP32", "dims": [model.classes]}],
+        "output": [{"name": OUTPUT, "data_type": "TYPE_FP32", "dims": [model.classes]}],
         "parameters": {"method": {"string_value": model.method}},
     }

@@ -239,7 +239,7 @@ class Calls:
         logits = protocol.as_numbers(result.logits)
         names = {"model_name": self.model.name, "model_version": result.version}
         answer = messages.ModelInferResponse(**names, id=request.id or "")
-        answer.outputs.add(name=self.model.output, datatype="FP32", shape=logits.shape)
+        answer.outputs.add(name=protocol.OUTPUT, datatype="FP32", shape=logits.shape)
         answer.raw_output_contents.append(logits.tobytes())
         for name, value in protocol.answer_parameters(result, request.stream).items():
             kind = {bool: "bool", int: "int64", float: "double"}.get(type(value), "string")

@@ -333,7 +333,6 @@ class Server(Listener):
             name,
             image_shape(first.net, shape),
             first.classes,
-            first.method.output,
             tuple(labels),
             first.method.name,
             versions=built.names,

@@ -78,8 +78,8 @@ class Versions:
         first, prints = self.fleets[self.default], dict[str, str]()
         for name, other in self.fleets.items():
             require(
-                other.classes == first.classes and other.method.output == first.method.output,
-                f"all versions have the same classes and output; version {self.default!r} has {first.classes} classes",
+                other.classes == first.classes,
+                f"all versions have the same classes; version {self.default!r} has {first.classes} classes",
                 f"{other.classes} classes in version {name!r}",
             )
             methods = [Pipeline.of(each.method) for each in (first, other)]

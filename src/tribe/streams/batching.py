@@ -217,13 +217,12 @@ class Runner:
         return mask_logits(logits, seen & finite(logits))
 
     def predict_source(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        """Predict images (R, B, ...) with the source model; probabilities where the method returns those."""
+        """Predict images (R, B, ...) with the source model."""
         if not x.shape[1]:
             return x.new_zeros(len(x), 0, self.classes)
         x, seen, _ = screen(x, valid)
         logits = Deployed(*self.net.source(len(x)), Frozen()).logits(self.net, x, seen)
-        logits = mask_logits(logits, seen & finite(logits))
-        return logits if self.method.output == "logits" else logits.softmax(-1)
+        return mask_logits(logits, seen & finite(logits))
 
     def use(self, net: Backbone, method: AnyMethod | None = None) -> None:
         """Go on with this network, and a method; recordings of another, or before the network moved, are dropped."""

@@ -89,7 +89,7 @@ class Streams(Histories):
         # Each shape of a group may cost a recording on a GPU, so groups are padded to a few shapes.
         padded = single is None and not exact and net.device.type != "cpu"
         self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
-        self.checks = Checks(net, found, method.output == "logits", getattr(Pipeline.of(method).guard, "skip", False))
+        self.checks = Checks(net, found, getattr(Pipeline.of(method).guard, "skip", False))
         self._place = net.place  # device and precision of the states
         self._fingerprint: str | None = None  # of the network, computed for the first file
         self.table = EntryTable(net.device, rows or max(MIN_ROWS, DEVICE_BYTES // max(self._size, 1)))

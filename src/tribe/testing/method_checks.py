@@ -11,7 +11,7 @@ from torch import Tensor
 from tribe.core.backbone import Backbone, Output
 from tribe.core.memory import Reservoir, Timely
 from tribe.core.state import clone, digest, hash_tensors, leaves, stream
-from tribe.core.validation import good_images
+from tribe.core.validation import are_probabilities, good_images
 from tribe.methods import AnyMethod, Pipeline
 from tribe.testing import shared
 from tribe.testing.shared import CLASSES, SIZE, doubtful_network, images, mixed_images, small_backbone, small_network
@@ -335,6 +335,13 @@ def predicts_with_what_it_deploys(method: AnyMethod) -> None:
         )
     elif Pipeline.of(method).filter is None:  # a filter changes predictions only once it is on: see filter_checks
         assert gap > 1e-9, f"a pass of deployed predicts the same, in spite of {method.not_exportable_because!r}"
+
+
+def returns_logits(method: AnyMethod) -> None:
+    """Catches probabilities in place of logits: every method's answer takes a softmax."""
+    (net, state), batches = _started(method), _batches(1)
+    for y in (*_play(method, net, state, batches).outputs, method.predict(net, state, batches[0])):
+        assert not are_probabilities(y), "the method returns probabilities: return their logarithms"
 
 
 def is_documented(method: AnyMethod) -> None:

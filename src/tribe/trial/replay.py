@@ -119,8 +119,7 @@ def _ask_source(network: nn.Module, x: Tensor) -> Probabilities:
 
 def _ask_adapter(adapter: Adapter, x: Tensor) -> Probabilities:
     start = time.perf_counter()
-    output = adapter(x).float()
-    values = (output if adapter.method.output == "probabilities" else output.softmax(-1)).cpu()
+    values = adapter(x).float().softmax(-1).cpu()
     return Probabilities(_finite(values), time.perf_counter() - start)
 
 

@@ -133,6 +133,6 @@ def _steps(net: Backbone, method: AnyMethod, images: Sequence[Tensor]) -> Call:
         nonlocal state, retired
         old, (output, state) = state, steps(state, next(batches), None, retired)
         retired = old
-        predictions(output, method.output)  # waits for the device
+        predictions(output)  # waits for the device
 
     return call
