@@ -17,6 +17,15 @@ torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start
 
 
+@pytest.fixture(scope="module")
+def browser():
+    """A real chromium, for the pages of a module."""
+    from browsers import started_chromium
+
+    with started_chromium() as started:
+        yield started
+
+
 def pytest_collection_modifyitems(items):
     """Skip the tests that need a GPU where there is none."""
     if not torch.cuda.is_available():

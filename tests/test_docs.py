@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import tribe
 from places import ROOT
 from tribe.testing import images, small_network
+from watching import digits, digits_network
 
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/*/README.md")]
@@ -37,10 +38,8 @@ def blocks(name):
 def test_the_readme_and_the_page_on_adapters_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tribe.preparing.preparing.MOST_SECONDS", 1.0)
-    digits, index = tribe.datasets.create("mnist", split="test"), torch.arange(300)
-    clean, labels = digits.images("clean", index), digits.labels("clean")[index]
-    net = tribe.models.load("compact", tribe.models.find("compact", "mnist"))
-    scope = {"net": net, "camera": clean[:128].split(64), "clean_images": clean, "labels": labels}
+    clean, labels = digits(0, 300)
+    scope = {"net": digits_network(), "camera": clean[:128].split(64), "clean_images": clean, "labels": labels}
     (first,) = blocks("README.md")
     exec(first, scope)
     assert scope["logits"].shape == (64, 10)

@@ -1,4 +1,4 @@
-"""Images that a guard lets pass, and a calibration that takes no time."""
+"""Images that a guard lets pass, clean digits and their network, and a calibration that takes no time."""
 
 import torch
 from torch import nn
@@ -15,6 +15,18 @@ def pictures(streams, batch, seed=0):
     """Images (S, B, 3, 8, 8) with structure: noise, smoothed, over a gradient."""
     x = nn.functional.avg_pool2d(images(streams, batch, seed).flatten(0, 1), 3, 1, 1).unflatten(0, (streams, batch))
     return (x + torch.linspace(0, 0.4, x.shape[-1])).clamp(0, 1)
+
+
+def digits(first, count):
+    """Clean test digits (N, 1, 28, 28), and their labels."""
+    data = tribe.datasets.create("mnist", split="test")
+    index = torch.arange(first, first + count)
+    return data.images("clean", index), data.labels("clean")[index]
+
+
+def digits_network():
+    """The network that comes with the package."""
+    return tribe.models.load("compact", tribe.models.find("compact", "mnist", None))
 
 
 def calibration_of(net, method="tribe", classes=CLASSES):

@@ -15,20 +15,15 @@ from tribe.health.estimate import Features, Images
 from tribe.health.fitting import MIXED, Errors, Labelled, class_spread, cut, fit, left_out, stretches, widening
 from tribe.knowledge import Knowledge, KnowledgeError
 from tribe.testing import small_network
+from watching import digits, digits_network
 
 COUNT = 240  # images
 NAMES = ("shot_noise", "fog", "spatter")
 
 
-def digits(first, count):
-    data = tribe.datasets.create("mnist", split="test")
-    index = torch.arange(first, first + count)
-    return data.images("clean", index), data.labels("clean")[index]
-
-
 @pytest.fixture(scope="module")
 def net():
-    return Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", None)))
+    return Backbone(digits_network())
 
 
 @pytest.fixture(scope="module")

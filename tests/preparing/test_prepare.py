@@ -4,7 +4,6 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 import tribe
 from commands import succeeded
@@ -14,21 +13,16 @@ from tribe.health.playing import Lengths
 from tribe.health.prepared import Prepared, PreparedError
 from tribe.io import tensors as tensor_file
 from tribe.testing import small_network
+from watching import digits, digits_network
 
 COUNT = 300
 LENGTHS = "tribe.preparing.preparing.choose_lengths"
 SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}
 
 
-def digits(first, count):
-    data = tribe.datasets.create("mnist", split="test")
-    index = torch.arange(first, first + count)
-    return data.images("clean", index), data.labels("clean")[index]
-
-
 @pytest.fixture(scope="module")
 def net():
-    return Backbone(tribe.models.load("compact", tribe.models.find("compact", "mnist", None)))
+    return Backbone(digits_network())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from small_server import serving, small_fleet, token
 from version_networks import versions_of
 
 import tribe
-from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, started_chromium, watched_pages
+from browsers import CONTRASTS, PATIENCE, SIZES, needs_chromium, watched_pages
 from tribe.serve.client import Client
 from tribe.serve.config import Limits
 from tribe.serve.store.sqlite import SqliteStore
@@ -45,12 +45,6 @@ def server(tmp_path_factory):
     with opened(store) as found:
         yield found
     store.close()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with started_chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 from playwright.sync_api import expect
 
 import tribe
-from browsers import CONTRASTS, PATIENCE, needs_chromium, started_chromium, watched_pages
+from browsers import CONTRASTS, PATIENCE, needs_chromium, watched_pages
 from trials import digits, digits_network, recorded, table
 from tribe.trial.labels import read_labels
 from tribe.trial.page import LabelServer, LabelSession
@@ -20,12 +20,6 @@ from tribe.trial.trial import EstimatedAccuracy, EstimatedWindow
 
 pytestmark = needs_chromium
 WIDTHS = {"phone": (390, 844), "desktop": (1440, 900)}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with started_chromium() as started:
-        yield started
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 pytest.importorskip("mkdocs", reason="needs the extra docs: pip install '.[docs]'")
 pytest.importorskip("onnxruntime", reason="needs the extra onnx: pip install '.[onnx]'")
 
-from browsers import CONTRASTS, PATIENCE, needs_chromium, started_chromium, watched_pages
+from browsers import CONTRASTS, PATIENCE, needs_chromium, watched_pages
 from tribe.onnx import Session
 from website import playing
 
@@ -26,12 +26,6 @@ pytestmark = [
 MOST_BYTES = 15_000_000
 BATCH = 5  # as in page.js
 READY = "#play[data-state=paused], #play[data-state=running]"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with started_chromium() as started:
-        yield started
 
 
 @pytest.fixture

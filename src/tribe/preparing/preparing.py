@@ -6,6 +6,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
+from statistics import median
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -152,8 +153,8 @@ def prepare(
         class_names=names,
         origin=dict(origin or {}),
     )
-    if path is not None and part is not None:
-        prepared.save(path)
+    if part is not None:
+        prepared.save(part.target)
         part.path.unlink(missing_ok=True)
     return prepared
 
@@ -254,7 +255,7 @@ def measure_costs(net: Backbone, method: AnyMethod, images: Tensor) -> tuple[Cos
         for call in calls.values():
             warm_up(call, net.device, 2)
         times = time_in_turns(calls, ROUNDS, net.device, periods={"adapting": min(period, 64)})
-        plain, adapting = (1000 * sorted(times[name])[ROUNDS // 2] / batch for name in calls)
+        plain, adapting = (1000 * median(times[name]) / batch for name in calls)
         costs.append(Cost(batch, plain, adapting))
     return tuple(costs)
 
@@ -296,8 +297,8 @@ class Part:
     def __init__(
         self, path: str | PathLike[str], net: Backbone, images: Tensor, labels: Tensor, asked: Sequence[Any]
     ) -> None:
-        self.path = Path(f"{fspath(path)}.part")
-        self._net, self._next = net, monotonic() + EVERY
+        self.target, self.path = Path(path), Path(f"{fspath(path)}.part")
+        self._next = monotonic() + EVERY
         parts = [net.fingerprint(), hash_tensors({"images": images, "labels": labels}), *asked]
         self._key = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
 

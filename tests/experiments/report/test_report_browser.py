@@ -6,7 +6,7 @@ pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install
 
 from test_report import keep, record
 
-from browsers import CONTRASTS, SIZES, needs_chromium, started_chromium, watched_pages
+from browsers import CONTRASTS, SIZES, needs_chromium, watched_pages
 from tribe.experiments import report
 
 pytestmark = needs_chromium
@@ -29,12 +29,6 @@ def url(tmp_path_factory):
     page = folder / "report.html"
     assert len(report.write(folder, page).damaged) == 1
     return page.as_uri()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with started_chromium() as started:
-        yield started
 
 
 @pytest.fixture

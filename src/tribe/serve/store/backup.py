@@ -73,11 +73,11 @@ class Restored(NamedTuple):
     equal: int  # streams that were there already, with the same state
 
 
-def _nobody(done: int, total: int) -> None:
+def _no_progress(done: int, total: int) -> None:
     """Take progress and do nothing."""
 
 
-def backup(place: str | PathLike[str], path: str | PathLike[str], progress: Progress = _nobody) -> BackedUp:
+def backup(place: str | PathLike[str], path: str | PathLike[str], progress: Progress = _no_progress) -> BackedUp:
     """Write the newest state of every stream of a store to one file, atomically. Servers may go on meanwhile."""
     if not _is_redis(place) and not Path(place, LEDGER).exists():
         raise BackupError(
@@ -144,7 +144,7 @@ def _readable(store: StreamStore, stream: str) -> tuple[Stored | None, list[str]
 
 
 def restore(
-    path: str | PathLike[str], place: str | PathLike[str], force: bool = False, progress: Progress = _nobody
+    path: str | PathLike[str], place: str | PathLike[str], force: bool = False, progress: Progress = _no_progress
 ) -> Restored:
     """Write the streams of a backup into a store; other streams of the store stay as they are.
 
@@ -256,7 +256,7 @@ def _some(names: list[str]) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def check(path: str | PathLike[str], progress: Progress = _nobody) -> int:
+def check(path: str | PathLike[str], progress: Progress = _no_progress) -> int:
     """Return how many streams a backup holds, or raise `BackupError` if any part of it is damaged."""
     with _opened(path) as archive:
         return _check(path, archive, progress)
