@@ -312,6 +312,27 @@ def creation_races(target, stop):
     at_once(target, stop, [infer(f"bad-r-{i}", "race") for i in range(24)])
 
 
+@attack("admin")
+def mode_switches(target, stop):
+    """Switch the streams of a token, and those of others, between modes and versions."""
+    exchange(target, stop, infer("bad-a-mode", "admin"))
+    version = "/v2/models/compact/versions/1"
+    for path in (
+        "/v1/demote",
+        "/v1/promote?after=a",
+        f"{version}/move",
+        f"{version}/back",
+        "/v1/streams/bad-a-mode/move",
+    ):
+        for token in ("admin", "learn", "predict", None):
+            for body in (b"", b'{"to": "1"}', b'{"share": 1.0}'):
+                exchange(target, stop, request(f"POST {path}", token, body))
+    for action in ("demote", "promote", "move", "back"):
+        answer = exchange(target, Stop(), request(f"POST /v1/streams/victim-0/{action}", "admin"))
+        if not answer.startswith(b"HTTP/1.1 403"):  # it repeats the name that was asked for
+            stop.saw(answer or LEAKS[0])
+
+
 # -- state files -------------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,12 @@ PATHS = (
     *("/v2/health/ready", "/v2/models/compact", "/v2/models/compact/ready", "/v2/models/compact/config"),
     *("/v1/streams/STREAM", "/v1/streams/STREAM/state", "/v1/streams/STREAM/thumbnail"),
 )
+ACTIONS = "end", "reset", "freeze", "unfreeze", "promote", "demote", "snapshot", "rollback", "move", "back"
+FOR_ALL = (
+    *("/v1/promote", "/v1/demote", "/v1/demote?after=bad-a-g1", "/v1/promote?after=bad-a-g1"),
+    *("/v2/models/compact/versions/1/move", "/v2/models/compact/versions/1/back", "/v2/models/compact/versions/2/back"),
+)
+BODIES = b"", b"{}", b'{"to": %d}', b'{"to": "%d"}', b'{"share": 0.%d}', b"[]", b'{"x": 1}'
 IN_PATHS = "%00", "%2e%2e/", "//", "?learn=1&learn=0", "?timeout=-1", "?x", "#", "%ff", "é", ";", "a" * 9000
 
 
@@ -159,9 +165,10 @@ class Generator:
     def control(self):
         stream = self.draw.choice((*STREAMS, CRAFTED))
         path = f"/v1/streams/{stream}"
-        action = self.draw.choice(("end", "reset", "freeze", "unfreeze", "unfreeze", "snapshot", "rollback"))
-        body = self.draw.choice((b"", b"{}", b'{"to": %d}' % self.draw.randrange(9), b"[]", b'{"x": 1}'))
+        action = self.draw.choice((*ACTIONS, "unfreeze", "promote"))
+        body = self.draw.choice(BODIES).replace(b"%d", b"%d" % self.draw.randrange(9))
         choices = [Request("POST", f"{path}/{action}", body=body, stream=stream)] * 5
+        choices.append(Request("POST", self.draw.choice(FOR_ALL), body=body))
         choices += [Request("PUT", path, stream=stream), Request("DELETE", path, stream=stream)]
         content = self.crafted() if stream == CRAFTED else self.draw.choice(self.states)
         choices.append(Request("PUT", f"{path}/state", body=content, stream=stream))
