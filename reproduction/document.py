@@ -53,7 +53,6 @@ def write_document(root: str | PathLike[str], page: Path) -> None:
             path.unlink()
     blocks = {
         "summary": _summary(main),
-        "released": _released(main.get("released")),
         "claims": _claims(verdicts),
         "tables": _tables(files, {c.name for c in several}, folder.name),
         "seeds": _seeds(several),
@@ -124,18 +123,6 @@ def _pair(entry: Entry | None) -> str:
     return f"{ours(entry)} ({number(entry.paper)})"
 
 
-def _released(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return ""
-    columns = [c for c in comparison.columns if c.endswith(" inst")]
-    rows = [
-        [row, *(_pair(comparison.entries[row, column]) for column in columns)]
-        for row in comparison.rows
-        if any(comparison.entries[row, column].difference is not None for column in columns)
-    ]
-    return markdown_table(["", *(column.removesuffix(" inst") for column in columns)], rows)
-
-
 def _claims(verdicts: Sequence[Verdict]) -> str:
     """Return the claims that fail on ours but not on the paper's own numbers; the others are in the CSV file."""
     failed = [v for v in verdicts if v.ours.verdict == "fails" and v.paper.verdict != "fails"]
@@ -155,7 +142,7 @@ def _tables(names: Iterable[str], several: Collection[str], folder: str) -> str:
     """Return links to all files: those of several seeds first."""
     links = {name: f"[{name}]({folder}/{name}.csv)" for name in sorted(names)}
     others = ("claims", "seeds")
-    parts = {"Several seeds": several, "One seed": [n for n in links if n not in (*several, *others)], "Beside": others}
+    parts = {"Several seeds": several, "One seed": links.keys() - {*several, *others}, "Beside": others}
     return "".join(f"- {head}: {', '.join(links[n] for n in links if n in part)}.\n" for head, part in parts.items())
 
 
