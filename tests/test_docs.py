@@ -147,6 +147,13 @@ def test_the_main_job_plays_seven_methods_and_the_first_page_shows_them():
     assert re.findall(r"^([\w+-]+) +\d+\.\d\d +\d+\.\d\d$", page("start"), re.M) == names
 
 
+def test_pages_agree_about_what_a_step_costs():
+    for name in ("README.md", "docs/budget.md", "docs/performance.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert "seven to ten times plain inference on a CPU" in text, name
+        assert "channels-last" in text, name
+
+
 def test_every_equation_has_a_function_and_a_test():
     rows = re.findall(r"^\| .*? \| `(tribe\.[\w.]+)` \| `([\w/]+\.py)::(\w+)` \|$", page("paper-to-code"), re.M)
     assert len(rows) >= 8
