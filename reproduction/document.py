@@ -147,23 +147,18 @@ def _tables(names: Iterable[str], several: Collection[str], folder: str) -> str:
 
 
 def _seeds(comparisons: Sequence[Comparison]) -> str:
-    """Return mean and spread of every cell of the paper that was played with several seeds."""
-    rows = []
+    """Return mean and spread of every cell of the paper that was played with several seeds, by their precisions."""
+    rows: dict[str, list[list[str]]] = {}
     for comparison in comparisons:
         for (row, column), entry in comparison.entries.items():
             stream = column.removesuffix(" inst")
             if len(entry.by_seed) < 2 or entry.paper is None or stream in (column, "V 1"):
                 continue
+            name = f"{comparison.name}, {stream}" + f", {row}" * (row != "TRIBE")
             category = comparison.entries[row, f"{stream} cat"]
-            rows.append(
-                [
-                    f"{comparison.name}, {stream}" + f", {row}" * (row != "TRIBE"),
-                    entry.seeds,
-                    _pair(entry),
-                    _pair(category),
-                ]
-            )
-    return markdown_table(["", "seeds", "instance error", "category error"], rows)
+            rows.setdefault(entry.seeds, []).append([name, _pair(entry), _pair(category)])
+    head = ["instance error", "category error"]
+    return "\n".join(markdown_table([f"seeds {seeds}", *head], found) for seeds, found in rows.items())
 
 
 def _runs(series: Mapping[str, Sequence[Result]]) -> str:
