@@ -27,6 +27,20 @@ class Entry(NamedTuple):
     unit: str
     by_seed: Mapping[int, float] = {}  # our number of each seed
     experiment: Experiment | None = None
+    precisions: Mapping[int, str] = {}  # of seeds that were played in another run than the experiment's
+
+    def precision_of(self, seed: int) -> str:
+        """Return the precision that a seed was played in."""
+        return self.precisions.get(seed) or (self.experiment.precision if self.experiment else "")
+
+    @property
+    def seeds(self) -> str:
+        """The seeds; where they were played in several precisions, with these."""
+        found: dict[str, list[int]] = {}
+        for seed in self.by_seed:
+            found.setdefault(self.precision_of(seed), []).append(seed)
+        words = {name: " ".join(map(str, seeds)) for name, seeds in found.items()}
+        return ", ".join(f"{seeds} ({name})" if len(words) > 1 else seeds for name, seeds in words.items())
 
     @property
     def deviation(self) -> float | None:
@@ -68,6 +82,11 @@ class Comparison:
         rivals = [other for other in self.rows if row in self.groups and self.groups.get(other) == self.groups[row]]
         numbers = [value for other in rivals if isinstance(value := self.entries[other, column].ours, float)]
         return len(numbers) > 1 and self.entries[row, column].ours == min(numbers)
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether a number was played with several seeds."""
+        return any(len(entry.by_seed) > 1 for entry in self.entries.values())
 
     @property
     def all_notes(self) -> list[str]:

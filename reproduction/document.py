@@ -5,16 +5,17 @@ Text between ``<!-- begin NAME -->`` and ``<!-- end -->`` is generated; the rest
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
-from reproduction import tables
+from reproduction import checked, tables
 from reproduction.beyond import extend
 from reproduction.claims import Verdict, claims, judge
 from reproduction.compare import Comparison, Entry, compare
 from reproduction.plan import Choices, search, settings_of
-from reproduction.render import CLAIMS_HEAD, CSV_HEAD, claim_cells, csv_lines, csv_rows, markdown_table, number
+from reproduction.render import CLAIMS_HEAD, CSV_HEAD, claim_cells, csv_lines, csv_rows, markdown_table, number, ours
+from reproduction.seeds import RESULTS, SEEDS_HEAD, seed_rows, studied, with_seeds
 from reproduction.tables import Table
 from tribe.data import datasets
 from tribe.experiments.store import Result, finished
@@ -33,12 +34,15 @@ GENERATED = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end -->)", re.S)
 def write_document(root: str | PathLike[str], page: Path) -> None:
     """Replace the generated parts of a page, and write the CSV files into the folder with its name."""
     series = by_settings(finished(root))
-    compared = [all_comparisons(results) for results in series.values()]
+    runs = studied() if Path(root).resolve() == RESULTS else {}
+    compared = [[with_seeds(c, runs) for c in all_comparisons(results)] for results in series.values()]
     main = {c.name: c for c in next(iter(compared), []) if "(ours:" not in c.title}
     verdicts = [judge(claim, main) for claim in claims()]
     files: dict[str, list[Sequence[object]]] = {}
     for comparison in (c for found in compared for c in found):
         files.setdefault(comparison.name, [CSV_HEAD]).extend(csv_rows(comparison))
+    several = [c for found in compared for c in found if c.has_spread]
+    files["seeds"] = [SEEDS_HEAD, *(row for c in several for row in seed_rows(c))]
     files["claims"] = [CLAIMS_HEAD, *map(claim_cells, verdicts)]
     folder = page.with_suffix("")
     folder.mkdir(parents=True, exist_ok=True)
@@ -49,9 +53,10 @@ def write_document(root: str | PathLike[str], page: Path) -> None:
             path.unlink()
     blocks = {
         "summary": _summary(main),
-        "released": _released(main.get("released")),
         "claims": _claims(verdicts),
-        "tables": _tables(files, folder.name),
+        "tables": _tables(files, {c.name for c in several}, folder.name),
+        "seeds": _seeds(several),
+        "checked": markdown_table(checked.HEAD, checked.rows(main)),
         "runs": _runs(series),
     }
     write_atomically(page, fill(page.read_text(), blocks).encode())
@@ -115,19 +120,7 @@ def _summary(compared: Mapping[str, Comparison]) -> str:
 def _pair(entry: Entry | None) -> str:
     if entry is None or entry.ours is None:
         return "–"
-    return f"{number(entry.ours)} ({number(entry.paper)})"
-
-
-def _released(comparison: Comparison | None) -> str:
-    if comparison is None:
-        return ""
-    columns = [c for c in comparison.columns if c.endswith(" inst")]
-    rows = [
-        [row, *(_pair(comparison.entries[row, column]) for column in columns)]
-        for row in comparison.rows
-        if any(comparison.entries[row, column].difference is not None for column in columns)
-    ]
-    return markdown_table(["", *(column.removesuffix(" inst") for column in columns)], rows)
+    return f"{ours(entry)} ({number(entry.paper)})"
 
 
 def _claims(verdicts: Sequence[Verdict]) -> str:
@@ -145,8 +138,27 @@ def _claims(verdicts: Sequence[Verdict]) -> str:
     )
 
 
-def _tables(names: Iterable[str], folder: str) -> str:
-    return ", ".join(f"[{name}]({folder}/{name}.csv)" for name in sorted(names)) + ".\n"
+def _tables(names: Iterable[str], several: Collection[str], folder: str) -> str:
+    """Return links to all files: those of several seeds first."""
+    links = {name: f"[{name}]({folder}/{name}.csv)" for name in sorted(names)}
+    others = ("claims", "seeds")
+    parts = {"Several seeds": several, "One seed": links.keys() - {*several, *others}, "Beside": others}
+    return "".join(f"- {head}: {', '.join(links[n] for n in links if n in part)}.\n" for head, part in parts.items())
+
+
+def _seeds(comparisons: Sequence[Comparison]) -> str:
+    """Return mean and spread of every cell of the paper that was played with several seeds, by their precisions."""
+    rows: dict[str, list[list[str]]] = {}
+    for comparison in comparisons:
+        for (row, column), entry in comparison.entries.items():
+            stream = column.removesuffix(" inst")
+            if len(entry.by_seed) < 2 or entry.paper is None or stream in (column, "V 1"):
+                continue
+            name = f"{comparison.name}, {stream}" + f", {row}" * (row != "TRIBE")
+            category = comparison.entries[row, f"{stream} cat"]
+            rows.setdefault(entry.seeds, []).append([name, _pair(entry), _pair(category)])
+    head = ["instance error", "category error"]
+    return "\n".join(markdown_table([f"seeds {seeds}", *head], found) for seeds, found in rows.items())
 
 
 def _runs(series: Mapping[str, Sequence[Result]]) -> str:

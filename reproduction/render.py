@@ -110,7 +110,7 @@ def csv_rows(comparison: Comparison) -> list[list[object]]:
         for column in comparison.columns:
             e, name = comparison.entries[row, column], comparison.name_of(row)
             x = e.experiment
-            values = [e.ours, e.deviation, " ".join(map(str, e.by_seed)), e.paper, e.difference]
+            values = [e.ours, e.deviation, e.seeds, e.paper, e.difference]
             shown = [round(v, 6) if isinstance(v, float) else "" if v is None else v for v in values]
             spec = [] if x is None else [x.dataset.name, x.model.name, x.device, x.precision, x.batch, x.id]
             rows.append([comparison.name, name, column, *shown, e.unit, *(spec or [""] * 6)])

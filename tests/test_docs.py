@@ -1,6 +1,7 @@
 """The code in the documents runs, the links work, and generated parts agree with the code and the results."""
 
 import importlib.util
+import inspect
 import pkgutil
 import re
 
@@ -134,6 +135,23 @@ def test_the_page_of_commands_names_every_command():
 
     text = page("commands")
     assert [name for name in get_command(app).commands if f"tribe {name}" not in text and f"`{name}`" not in text] == []
+
+
+def test_the_main_job_plays_seven_methods_and_the_first_page_shows_them():
+    """The peers that tie with TRIBE on this stream stay in the table, and so does what we recommend."""
+    pytest.importorskip("typer")
+    from tribe.cli.commands.run import run
+
+    names = inspect.signature(run).parameters["methods"].default.split(",")
+    assert names == ["source", "bn", "tent", "note", "rotta", "tribe", "bank+guard+time-checked"]
+    assert re.findall(r"^([\w+-]+) +\d+\.\d\d +\d+\.\d\d$", page("start"), re.M) == names
+
+
+def test_pages_agree_about_what_a_step_costs():
+    for name in ("README.md", "docs/budget.md", "docs/performance.md"):
+        text = " ".join((ROOT / name).read_text().split())
+        assert "seven to ten times plain inference on a CPU" in text, name
+        assert "channels-last" in text, name
 
 
 def test_every_equation_has_a_function_and_a_test():

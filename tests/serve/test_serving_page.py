@@ -109,7 +109,7 @@ class Shell:
 def test_five_minutes_from_nothing_to_three_adapting_streams_and_their_health(tmp_path):
     if shutil.which("curl") is None or shutil.which("bash") is None:
         pytest.skip("needs curl and bash")
-    shell, (serve, pictures, send, look, watch, _) = Shell(tmp_path), BLOCKS
+    shell, (serve, pictures, send, look, watch, *_) = Shell(tmp_path), BLOCKS
     with shell.serving(serve.strip()):
         shell.run(pictures)
         lines = shell.run(send).splitlines()
