@@ -177,7 +177,7 @@ def test_the_tables_of_the_reproduction_are_those_of_the_results(tmp_path):
 
 
 def rows_of(text):
-    rows = re.findall(r"^\| `([\w-]+)` \|(.*\|.*\|.*)$", text, re.M)
+    rows = re.findall(r"^\| \[?`([\w-]+)`(?:\]\(\S+\))? \|(.*\|.*\|.*)$", text, re.M)
     return {name: [name, *cells.strip(" |").split(" | ")] for name, cells in rows}
 
 

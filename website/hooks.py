@@ -9,7 +9,9 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from website import charts, galleries, playing
+from website import charts, galleries, method_pages, playing
+from website.methods import paths
+from website.typesetting import typeset
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = ("CONTRIBUTING", "SECURITY", "CHANGELOG")  # pages in the root of the repository
@@ -35,6 +37,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
             section["Decisions"] += [{_title(path): f"decisions/{path.name}"} for path in _decisions()]
         if "API" in section:
             section["API"] += [{name: f"reference/{name}.md"} for name in REFERENCE]
+        for part in section.get("Components", []):
+            if "Each method" in part:
+                part["Each method"] += [{name: f"methods/{name}.md"} for name in paths()]
     return config
 
 
@@ -44,8 +49,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     entries = "".join(f"- [{_title(path)}]({path.name})\n" for path in _decisions())
     made["decisions/index.md"] = f"# Decisions\n\nDecisions, and the reasons for them.\n\n{entries}"
     for name, modules in REFERENCE.items():
-        made[f"reference/{name}.md"] = f"# {name}\n\n" + "\n\n".join(map(_reference, modules)) + "\n"
-    for place, content in (made | charts.pictures() | galleries.pictures() | playing.files()).items():
+        title = f"---\ntitle: 'API: {name}'\n---\n# {name}\n\n"
+        made[f"reference/{name}.md"] = title + "\n\n".join(map(_reference, modules)) + "\n"
+    for place, content in (
+        made | method_pages.pages() | charts.pictures() | galleries.pictures() | playing.files()
+    ).items():
         files.append(File.generated(config, place, content=content))
     return files
 
@@ -53,7 +61,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     """Put galleries, charts and the page "Try it" in their place, and make links work on the site.
 
-    A link to a file of the repository that is not on the site becomes its text. Lists inside lists get the indent that
+    A link to the file of a method goes to the page of the method; one to another file of the repository that is not on
+    the site becomes its text. Lists inside lists get the indent that
     Python's Markdown expects.
     """
     place = page.file.src_uri
@@ -65,6 +74,8 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join(folder, target))
         there = f"project/{path.lower()}" if path.removesuffix(".md") in PROJECT else path.removeprefix("docs/")
         there = f"{there}/index.md" if (ROOT / path).is_dir() else there
+        if methods := [name for name, file in paths().items() if file == path]:
+            there = f"methods/{next((name for name in methods if name == text.strip('`')), methods[0])}.md"
         if "://" in target or place.startswith("reference/"):
             return match[0]
         if files.get_file_from_path(there) is None:
@@ -75,6 +86,11 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: Any) -> str:
     parts[::2] = [charts.boxed(NESTED.sub("    ", LINK.sub(link, part))) for part in parts[::2]]
     whole = GALLERY.sub(lambda match: galleries.markdown(match[1]), "".join(parts))
     return whole.replace(PLAY, playing.markdown()) if PLAY in whole else whole
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Typeset the equations."""
+    return typeset(html)
 
 
 def _reference(module: str) -> str:

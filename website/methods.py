@@ -5,12 +5,8 @@ sizes are those of the states that `init` makes.
 """
 
 import functools
-import inspect
-import itertools
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ from tribe.methods import Method
 from tribe.methods.cotta import AveragedTeacher
 from tribe.testing import CLASSES, images, informed, small_network
 
+ROOT = Path(__file__).resolve().parent.parent
 BATCH, STEPS = 64, 4
 NETWORKS = {"compact, K = 10": ("compact", 10, "mnist"), "WRN-28-10, K = 10": ("wrn28_10", 10, "cifar10")}
 NETWORKS |= {"ResNet-50, K = 1000": ("resnet50", 1000, "imagenet")}
@@ -39,12 +36,9 @@ Made by `python -m website.methods`, from the code. A pass is one image through 
 per image of the stream, batch {batch}; RoTTA, NOTE, PeTTA and SoTTA learn from a memory of 64, once in 64 images. CoTTA
 and PETAL average 32 views where the source model is uncertain, as here; elsewhere they need 3 passes. A state is what
 one stream needs beside the network, which all streams share. Variants of `selftrain` are TRIBE's ablations.
-"""
-NOTES = """
-## Departures from papers and released code
 
-Each is a note in the source of the method: where the paper and the code behind it differ, or ours differs from both.
-
+On the site each method has a page: idea, equations, errors, departures from its paper. In the source, departures are
+marked NOTE.
 """
 LATER = """
 ## Methods later than the paper
@@ -70,48 +64,35 @@ def main() -> None:
     print(f"| {' | '.join(names)} |\n|{'---|' * len(names)}")
     for name in tribe.filters.names():
         print(f"| {' | '.join(filter_row(name))} |")
-    print(NOTES, end="")
-    for modules in itertools.groupby(sorted(tribe.methods.names(), key=module_of), module_of):
-        print(notes_of(*modules), end="")
     print(LATER, end="")
     print(later_table(), end="")
 
 
 def later_table() -> str:
     """The errors of the later methods and, first, of those that the paper compares with."""
-    results = finished(Path(__file__).parents[1] / "results/later")
-    errors = {(r.experiment.dataset.name, r.experiment.method.name): f"{100 * r.error():.1f}" for r in results}
-    titles = {"cifar10-c": "CIFAR-10-C: gaussian noise, defocus blur, contrast"}
-    titles |= {"live-mnist-c": "MNIST-C: shot noise, rotate, fog, stripe"}
-    lines = [f"| method | {' | '.join(titles.values())} |", f"|{'---|' * (1 + len(titles))}"]
-    lines += [f"| {name} | {' | '.join(errors[dataset, name] for dataset in titles)} |" for name in SHOWN]
+    errors = later_errors()
+    titles = list(dict.fromkeys(title for title, _ in errors))
+    lines = [f"| method | {' | '.join(titles)} |", f"|{'---|' * (1 + len(titles))}"]
+    lines += [f"| {name} | {' | '.join(errors[title, name] for title in titles)} |" for name in SHOWN]
     return "\n".join(lines) + "\n"
 
 
-def module_of(name: str) -> str:
-    """The module that defines a method."""
-    return tribe.methods.get(name).__module__
+@functools.cache
+def later_errors() -> dict[tuple[str, str], str]:
+    """The errors in percent, by stream and method."""
+    titles = {"cifar10-c": "CIFAR-10-C: gaussian noise, defocus blur, contrast"}
+    titles |= {"live-mnist-c": "MNIST-C: shot noise, rotate, fog, stripe"}
+    results = {(r.experiment.dataset.name, r.experiment.method.name): r for r in finished(ROOT / "results/later")}
+    return {
+        (titles[dataset], name): f"{100 * results[dataset, name].error():.1f}" for dataset in titles for name in SHOWN
+    }
 
 
-def notes_of(module: str, names: Iterable[str]) -> str:
-    """The notes of a module as a list; each names the methods of the module."""
-    titles = ", ".join(f"`{name}`" for name in names)
-    return "".join(f"- {titles}: {note}\n" for note in notes_in(inspect.getsource(sys.modules[module])))
-
-
-def notes_in(source: str) -> list[str]:
-    """Return the texts after NOTE: in comments, and in docstrings up to the end of the paragraph.
-
-    >>> notes_in("x = 1  # NOTE: of one line\\ny = 2\\n# NOTE: of\\n# two\\n# lines\\nz = 3")
-    ['of one line', 'of two lines']
-    """
-    found = []
-    for comment, text in re.findall(r"(?m)(?:(# )|^ +)NOTE: (.+(?:\n *(?:# .+|[^#\s\"@].*))*)", source):
-        first, *others = [line.strip() for line in text.split("\n")]
-        same = [line.startswith("# ") == bool(comment) for line in others]  # a note ends where code begins
-        rest = itertools.compress(others, itertools.accumulate(same, lambda a, b: a and b))
-        found.append(" ".join([first, *(line.removeprefix("# ") for line in rest)]).replace("``", "`"))
-    return found
+@functools.cache
+def paths() -> dict[str, str]:
+    """The file of each method, from the root of the repository."""
+    modules = {name: tribe.methods.get(name).__module__ for name in tribe.methods.names()}
+    return {name: f"src/{module.replace('.', '/')}.py" for name, module in modules.items()}
 
 
 def row(name: str) -> list[str]:
@@ -119,7 +100,8 @@ def row(name: str) -> list[str]:
     forward, backward, adapts, keeps = measured(name)
     cls = tribe.methods.get(name)
     sizes = [megabytes(name, *network) for network in NETWORKS.values()]
-    return [f"`{name}`", cite(cls.paper), adapts, keeps, cls.needs or "none", f"{forward:g}", f"{backward:g}", *sizes]
+    link = f"[`{name}`](../{paths()[name]})"
+    return [link, cite(cls.paper), adapts, keeps, cls.needs or "none", f"{forward:g}", f"{backward:g}", *sizes]
 
 
 def filter_row(name: str) -> list[str]:
