@@ -185,7 +185,7 @@ def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path
     x = wide.as_strided((2, 2, 3), (2**31, 3, 1))  # samples, pixels, channels
     x.copy_(drawn(2, 2, 3))
     mean, var = torch.empty(2, 3), torch.empty(2, 3)
-    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, 2, False, 2, 4)
+    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, True, 1, 2, False, 2, 4)
     assert near(mean, x.mean(1))
     assert near(var, x.var(1, correction=0))
 
