@@ -122,14 +122,21 @@ def _layer(device: torch.device) -> dict[str, Sequence[Tensor]]:
     moments = [observe(t.detach(), offset) for t in (x, large)]
     pooled = pool_batch(*moments[0], valid)
     folded = fold(*pooled, weight, bias, 1e-5)
-    y = normalise(x, lambda *own: fold(*pool_batch(*own, valid), weight, bias, 1e-5), Epilogue(True, offset, residual))
-    z = normalise(large, lambda *own: fold(*own, weight[:1], bias[:1], 1e-5), Epilogue(True))
-    gradients = torch.autograd.grad((y, z), given, (g, z.detach().sin()))
+
+    def by_batch(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        return fold(*pool_batch(mean, var, valid), weight, bias, 1e-5)
+
+    outputs = (
+        normalise(x, by_batch, Epilogue(True, offset, residual)),
+        normalise(x, by_batch, Epilogue(True)),
+        normalise(large, lambda *own: fold(*own, weight[:1], bias[:1], 1e-5), Epilogue(True)),
+    )
+    gradients = torch.autograd.grad(outputs, given, (g, g, outputs[2].detach().sin()))
     return {
         "moments": [t for pair in moments for t in pair],
         "pooled moments": pooled,
         "scale and shift": folded,
-        "normalised activations": (y, z),
+        "normalised activations": outputs,
         "gradients of scale and shift": gradients[:2],
         "gradients of activations": gradients[2:],
     }

@@ -45,10 +45,10 @@ def _parts(at: Strides, long: int, wide: int) -> tuple[int, int]:
 
 
 def _sizes(at: Strides) -> tuple[int, ...]:
-    """Return channels, pixels, the three strides, a unit that some of them are divided by, and whether channels are.
+    """Return channels, pixels and the three strides, divided; and by what those of channels and of pixels are.
 
     Triton reads several numbers at once where it knows that all offsets are multiples of a vector. It finds out about
-    multiples of 16; a product with the unit shows it multiples of 8, 4 or 2, such as the widths of MobileNet.
+    multiples of 16; a product in the kernel shows it multiples of 8, 4 or 2, such as the widths of MobileNet.
     """
     channels, pixels, sample, channel, pixel = at[1:]
     last = channel == 1
@@ -56,8 +56,8 @@ def _sizes(at: Strides) -> tuple[int, ...]:
     shared = math.gcd(sample, *((channels, pixel) if last else (pixels, channel)))
     unit = 1 if shared % 16 == 0 or 1 not in (channel, pixel) else math.gcd(shared, 8)
     if last:
-        return channels // unit, pixels, sample // unit, channel, pixel // unit, unit, last
-    return channels, pixels // unit, sample // unit, channel // unit, pixel, unit, last
+        return channels // unit, pixels, sample // unit, channel, pixel // unit, unit, 1
+    return channels, pixels // unit, sample // unit, channel // unit, pixel, 1, unit
 
 
 def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -92,14 +92,14 @@ def apply(
     at, y = _require_strides(x), torch.empty_like(x)
     long, wide = _tile(x, at, COPIED // x.element_size())
     tiles = triton.cdiv(at.pixels, long)
-    *sizes, unit, last = _sizes(at)
-    adjacent = scale.stride(2) == 1 and scale.stride() == shift.stride() and scale.stride(0) % unit == 0
+    *sizes, width, length = _sizes(at)
+    adjacent = scale.stride(2) == 1 and scale.stride() == shift.stride() and scale.stride(0) % width == 0
     if not adjacent or scale.shape[1] > 1:
         scale, shift = scale.contiguous(), shift.contiguous()
     row = scale.stride(1 if scale.shape[1] > 1 else 0)
     _apply[at.samples * tiles * triton.cdiv(at.channels, wide),](
-        x, _line(offset, x), scale, shift, _or(residual, x), y, _or(active, x), *sizes, unit, last,
-        row // unit, _sharing(x, scale), tiles, offset is not None, residual is not None, active is not None, relu, long, wide, num_warps=4,
+        x, _line(offset, x), scale, shift, _or(residual, x), y, _or(active, x), *sizes, width, length,
+        row // width, _sharing(x, scale), tiles, offset is not None, residual is not None, active is not None, relu, long, wide, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -182,20 +182,11 @@ def _sharing(x: Tensor, scale: Tensor) -> int:
 
 
 @triton.jit
-def _whole(C, L, sample, channel, pixel, UNIT: tl.constexpr, LAST: tl.constexpr):
-    """Multiply what `_sizes` has divided."""
-    if LAST:
-        return C * UNIT, L, sample * UNIT, channel, pixel * UNIT
-    else:
-        return C, L * UNIT, sample * UNIT, channel * UNIT, pixel
-
-
-@triton.jit
 def _moments(
-    x, offset, mean, var, C, L, sample, channel, pixel, UNIT: tl.constexpr, LAST: tl.constexpr, parts, span,
+    x, offset, mean, var, C, L, sample, channel, pixel, WIDTH: tl.constexpr, LENGTH: tl.constexpr, parts, span,
     OFFSET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    C, L, sample, channel, pixel = _whole(C, L, sample, channel, pixel, UNIT, LAST)
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, begin, c = (which // parts).to(tl.int64), (which % parts) * span, (tl.program_id(0) % blocks) * WIDE
@@ -248,19 +239,19 @@ def _join(part_mean, part_square, mean, var, C, L, parts, span, LINE: tl.constex
 
 @triton.jit
 def _apply(
-    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, UNIT: tl.constexpr, LAST: tl.constexpr,
+    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, WIDTH: tl.constexpr, LENGTH: tl.constexpr,
     row, sharing, tiles,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVE: tl.constexpr, RELU: tl.constexpr,
     LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    C, L, sample, channel, pixel = _whole(C, L, sample, channel, pixel, UNIT, LAST)
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, c = (which // tiles).to(tl.int64), (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
     i = (which % tiles) * LONG + tl.arange(0, LONG)
     inside = (i < L)[:, None] & (c < C)[None, :]
     at = n * sample + i[:, None] * pixel + c[None, :] * channel
-    mine = (n // sharing) * (row * UNIT) + c
+    mine = (n // sharing) * (row * WIDTH) + c
     s, b = tl.load(scale + mine, c < C, 0), tl.load(shift + mine, c < C, 0)
     if OFFSET:
         b += s * tl.load(offset + c, c < C, 0).to(tl.float32)
@@ -276,11 +267,11 @@ def _apply(
 
 @triton.jit
 def _slopes(
-    g, x, offset, scale, shift, active, masked, by_scale, by_shift, C, L, sample, channel, pixel, UNIT: tl.constexpr,
-    LAST: tl.constexpr, sharing, parts, span,
+    g, x, offset, scale, shift, active, masked, by_scale, by_shift, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, sharing, parts, span,
     OFFSET: tl.constexpr, ACTIVE: tl.constexpr, RELU: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    C, L, sample, channel, pixel = _whole(C, L, sample, channel, pixel, UNIT, LAST)
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, begin, c = (which // parts).to(tl.int64), (which % parts) * span, (tl.program_id(0) % blocks) * WIDE
@@ -313,11 +304,11 @@ def _slopes(
 
 @triton.jit
 def _joint(
-    g, x, offset, scale, shift, mean, dmean, dvar, dx, C, L, sample, channel, pixel, UNIT: tl.constexpr,
-    LAST: tl.constexpr, sharing, tiles,
+    g, x, offset, scale, shift, mean, dmean, dvar, dx, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, sharing, tiles,
     OFFSET: tl.constexpr, OBSERVED: tl.constexpr, RELU: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    C, L, sample, channel, pixel = _whole(C, L, sample, channel, pixel, UNIT, LAST)
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, c = (which // tiles).to(tl.int64), (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)

@@ -72,9 +72,9 @@ def or_without(work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        if off is not None or not _raised_by_triton(error):
+        if off is not None or (cause := _error_of_triton(error)) is None:
             raise
-        turn_off(f"Triton failed in a step ({type(error).__name__}: {error})")
+        turn_off(f"Triton failed in a step ({type(cause).__name__}: {cause})")
     return work()
 
 
@@ -123,10 +123,13 @@ def _compute(compute: Comparison, device: torch.device, by_kernels: bool) -> dic
         forced.reset(token)
 
 
-def _raised_by_triton(error: Exception) -> bool:
-    """Return whether an error came out of Triton under one of our kernels."""
-    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    ours, names = "tribe.core.kernels.", list(frames)
-    inside = next((i for i, name in enumerate(names) if name.startswith(ours)), len(names))
-    triton = any(name.split(".")[0] == "triton" for name in names[inside:])
-    return triton and not isinstance(error, torch.OutOfMemoryError)
+def _error_of_triton(error: BaseException | None) -> BaseException | None:
+    """Return the error out of Triton, under a kernel of ours, that another may reword; None if there is none."""
+    while error is not None:
+        names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        ours = [name.startswith("tribe.core.kernels.") and name != __name__ for name in names]
+        under = names[ours.index(True) :] if any(ours) else []
+        if any(name.split(".")[0] == "triton" for name in under):
+            return None if isinstance(error, torch.OutOfMemoryError) else error
+        error = error.__cause__ or error.__context__
+    return None
