@@ -18,14 +18,14 @@ import torch
 if __name__ == "__main__":
     torch.cuda.device_count = lambda: 1  # before the kernels are imported, so that they load Triton
 
-import triton  # noqa: E402
-from triton import knobs  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from tribe.core.kernels import activations, colour, filtering, random_numbers, statistics  # noqa: E402
-from tribe.core.rng import Key  # noqa: E402
-from tribe.norms.balanced import Groups  # noqa: E402
+from tribe.core.kernels import activations, colour, filtering, random_numbers, statistics
+from tribe.core.rng import Key
+from tribe.norms.balanced import Groups
 
 TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)

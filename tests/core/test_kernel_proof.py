@@ -1,5 +1,6 @@
 """Kernels that give wrong numbers or cannot be built are noticed before they serve a stream, and turned off."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -26,7 +27,10 @@ MUTANTS = {
     activations: (
         [rules._layer],
         [
-            ("tl.store(mean + which.to(tl.int64) * C + c, centre", f"tl.store(mean + which.to(tl.int64) * C + c, {NAN}"),
+            (
+                "tl.store(mean + which.to(tl.int64) * C + c, centre",
+                f"tl.store(mean + which.to(tl.int64) * C + c, {NAN}",
+            ),
             ("tl.where(parts == 1, total / L, total)", "total"),
             ("(end - first + LONG - 1) // LONG", "(end - first) // LONG"),
             ("tl.maximum(square, 0.0) + count * off * off", "tl.maximum(square, 0.0)"),
@@ -34,12 +38,16 @@ MUTANTS = {
             ("tl.store(mean + n * C + c, centre, c < C)", "pass"),
             ("b += s * tl.load(offset", "b += tl.load(offset"),
             ("t += tl.load(residual", "t -= tl.load(residual"),
-            ("tl.store(y + at, t.to(y.dtype.element_ty), inside)", "tl.store(y + at, t, inside & (i < L - 1)[:, None])"),
+            (
+                "tl.store(y + at, t.to(y.dtype.element_ty), inside)",
+                "tl.store(y + at, t, inside & (i < L - 1)[:, None])",
+            ),
             ("t = tl.where(t < 0, 0.0, t)", "pass"),
             ("(t > 0).to(tl.int8)", "(t > 1).to(tl.int8)"),
             ("for start in range(begin, end, LONG)", "for start in range(begin, end - LONG, LONG)"),
             ("tl.sum(product, 0) + o * total", "tl.sum(product, 0)"),
             ("mine = (n // sharing) * C + c", "mine = c"),
+            ("own, mine = n * C + c, (n // sharing) * C + c", "own, mine = n * C + c, c"),
             ("- o)", "+ o)"),
             ("(2.0 / L)", "(2.0 / (L - 1))"),
             ("dx + at, slope.to(dx.dtype.element_ty)", f"dx + at, slope * {NAN}"),
@@ -127,7 +135,9 @@ def mutate(tmp_path, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize(("module", "noticed_by", "text", "by"), EVERY, ids=[f"{text} -> {by}" for *_, text, by in EVERY])
+@pytest.mark.parametrize(
+    ("module", "noticed_by", "text", "by"), EVERY, ids=[f"{text} -> {by}" for *_, text, by in EVERY]
+)
 def test_a_wrong_kernel_is_noticed(module, noticed_by, text, by, mutate):
     """Memory is filled with NaN: it must not hold the numbers that a healthy kernel wrote there in another test."""
     mutate(module, text, by)
@@ -157,7 +167,8 @@ def steps(method, net):
     """Three batches; nothing of the result depends on kernels beyond rounding."""
     state, outputs = method.init(net, 2), []
     for seed in range(3):
-        logits, state = kernels.or_without(lambda state=state, x=images(2, 6, seed).to(DEVICE): method.step(net, state, x))
+        step = functools.partial(method.step, net, state, images(2, 6, seed).to(DEVICE))
+        logits, state = kernels.or_without(step)
         outputs.append(logits)
     return torch.stack(outputs), state
 

@@ -1,5 +1,7 @@
 """The kernels give the numbers of the tensor operations: on a GPU, or through Triton's interpreter."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -169,14 +171,13 @@ def test_a_bias_need_not_be_adjacent_in_memory(layout):
     """Catches kernels that read a convolution's bias, or affine parameters, number after number."""
     x, spread = channels_last(drawn(2, 3, 5, 4, 4)).to(DEVICE), drawn(5, 3, seed=1).to(DEVICE)
     offset = spread[:, 1] if layout == "column" else spread[:1, 1].expand(5)
-    weight, bias = (t.to(DEVICE).T if layout == "column" else t[:1, :2].to(DEVICE).T.expand(2, 5) for t in drawn(2, 5, 2))
+    affine = drawn(2, 5, 2).to(DEVICE).mT  # two of (R, C), by column
+    affine = affine if layout == "column" else affine[..., :1].expand(2, 2, 5)
 
     def outcome():
-        given = [x.clone(memory_format=torch.preserve_format), weight.detach(), bias.detach()]
-        given = [t.requires_grad_() for t in given]
-        y = moments.normalise(
-            given[0], lambda mean, var: moments.fold(mean, var, *given[1:], 1e-5), moments.Epilogue(True, offset)
-        )
+        given = [t.detach().requires_grad_() for t in (x, *affine)]
+        epilogue = moments.Epilogue(True, offset)
+        y = moments.normalise(given[0], lambda mean, var: moments.fold(mean, var, *given[1:], 1e-5), epilogue)
         return y, *torch.autograd.grad(y.sin().sum(), given)
 
     for a, b in zip(*without_and_with_kernels(outcome), strict=True):
@@ -237,10 +238,17 @@ def test_a_built_in_relu_is_a_relu(norm):
         assert near(a, b, 1e-12)
 
 
+# Layers, batches and pixels in pairs: on a GPU all together, in the slow interpreter so that each pair occurs.
+LAYERS = [
+    *((nn.BatchNorm2d, 1, 1), (nn.BatchNorm2d, 6, 3), (nn.BatchNorm2d, 17, 1)),
+    *((BatchNormReLU, 1, 3), (BatchNormReLU, 6, 1), (BatchNormReLU, 17, 3)),
+]
+if not kernels.INTERPRETED:
+    LAYERS = list(itertools.product([nn.BatchNorm2d, BatchNormReLU], [1, 6, 17], [1, 3]))
+
+
 @runs
-@pytest.mark.parametrize("pixels", [1, 3])
-@pytest.mark.parametrize("batch", [1, 6, 17])
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d, BatchNormReLU])
+@pytest.mark.parametrize(("layer", "batch", "pixels"), LAYERS)
 @pytest.mark.parametrize("norm", RULES, ids=str)
 def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels):
     """Rows with invalid samples, and one in which nothing is valid: its statistics stay bit for bit."""

@@ -129,7 +129,7 @@ def _layer(device: torch.device) -> dict[str, Sequence[Tensor]]:
     outputs = (
         normalise(x, by_batch, Epilogue(True, offset, residual)),
         normalise(x, by_batch, Epilogue(True)),
-        normalise(large, lambda *own: fold(*own, weight[:1], bias[:1], 1e-5), Epilogue(True)),
+        normalise(large, lambda mean, var: fold(mean, var, weight[:1], bias[:1], 1e-5), Epilogue(True)),
     )
     gradients = torch.autograd.grad(outputs, given, (g, g, outputs[2].detach().sin()))
     return {

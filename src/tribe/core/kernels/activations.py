@@ -99,7 +99,8 @@ def apply(
     row = scale.stride(1 if scale.shape[1] > 1 else 0)
     _apply[at.samples * tiles * triton.cdiv(at.channels, wide),](
         x, _line(offset, x), scale, shift, _or(residual, x), y, _or(active, x), *sizes, width, length,
-        row // width, _sharing(x, scale), tiles, offset is not None, residual is not None, active is not None, relu, long, wide, num_warps=4,
+        row // width, _sharing(x, scale), tiles, offset is not None, residual is not None, active is not None, relu,
+        long, wide, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -126,7 +127,8 @@ def apply_backward(
     scale, shift = scale.contiguous(), shift.contiguous()
     _slopes[at.samples * parts * triton.cdiv(at.channels, wide),](
         g, x, _line(offset, x), scale, shift, _or(active, x), masked, sums[0], sums[1], *_sizes(at),
-        _sharing(x, scale), parts, span, offset is not None, active is not None, relu and active is None, long, wide, num_warps=4,
+        _sharing(x, scale), parts, span, offset is not None, active is not None, relu and active is None, long, wide,
+        num_warps=4,
     )  # fmt: skip
     if scale.shape[1] != x.shape[1]:
         sums = sums.flatten(2, 3).sum(2, keepdim=True)
@@ -239,8 +241,8 @@ def _join(part_mean, part_square, mean, var, C, L, parts, span, LINE: tl.constex
 
 @triton.jit
 def _apply(
-    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, WIDTH: tl.constexpr, LENGTH: tl.constexpr,
-    row, sharing, tiles,
+    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, row, sharing, tiles,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVE: tl.constexpr, RELU: tl.constexpr,
     LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip

@@ -92,7 +92,7 @@ def first_difference(device: torch.device, computed: Sequence[Comparison]) -> st
 
 def _try(device: torch.device, computed: Sequence[Comparison]) -> None:
     """Compare what is computed; warn if a kernel cannot be built, or if its numbers differ."""
-    results: list[str | None | Exception] = []
+    results: list[str | Exception | None] = []
 
     def compare() -> None:
         try:

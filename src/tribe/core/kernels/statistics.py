@@ -193,7 +193,8 @@ def update(
         groups.shrink, groups.present, pooled_mean, pooled_var, *room, *terms,
         batch, classes, channels, each, past[0].stride(0), past[0].stride(1), over_classes.stride(0),
         over_classes.stride(1), room[0].stride(0), room[0].stride(1), float(gamma), freedom,
-        among_present, product_precision(), max(triton.next_power_of_2(batch), 16), many, wide, num_warps=4 if batch <= 64 else 8,
+        among_present, product_precision(), max(triton.next_power_of_2(batch), 16), many, wide,
+        num_warps=4 if batch <= 64 else 8,
     )  # fmt: skip
     return pooled_mean, pooled_var, *room, terms
 
