@@ -61,8 +61,8 @@ test-serve: extras  ## run all tests of the server, the slow ones too
 test-hostile: extras  ## attack a server in all ways at once, and kill workers: tests/hostile/conftest.py says how long
 	$(BIN)/python -m pytest -m slow -s tests/hostile tests/serve/test_worker_kills.py
 
-test-kernels: extras  ## run the GPU kernels in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/core/test_kernels.py tests/core/test_fusion.py -m "not slow" -n auto --maxprocesses 8
+test-kernels: extras  ## run the GPU kernels in Triton's interpreter, and compile them for five GPUs
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/core/test_kernels.py tests/core/test_kernel_proof.py tests/core/test_compiled_kernels.py tests/core/test_fusion.py -m "not slow" -n auto --maxprocesses 8
 
 test-all: extras  ## run everything that a machine without a GPU can run; no other skip is allowed
 	TRIBE_SKIPS="needs a GPU|make test-kernels" $(MAKE) test

@@ -155,8 +155,9 @@ def test_a_fused_pass_gives_the_same_numbers_and_gradients(style, norm):
 
 
 @runs
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 1e-4), (torch.bfloat16, 0.15)], ids=str)
-@pytest.mark.parametrize("norm", RULES, ids=str)
+@pytest.mark.parametrize(
+    ("norm", "dtype", "rounding"), [*((norm, torch.float32, 1e-4) for norm in RULES), (RULES[0], torch.bfloat16, 0.15)]
+)
 @pytest.mark.parametrize("style", STYLES)
 def test_kernels_fuse_to_the_same_numbers(style, norm, dtype, rounding):
     """Where kernels run, fusion is the default: against tensor operations, call by call."""

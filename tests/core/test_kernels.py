@@ -1,10 +1,6 @@
 """The kernels give the numbers of the tensor operations: on a GPU, or through Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-import warnings
-from pathlib import Path
+import itertools
 
 import numpy as np
 import pytest
@@ -82,45 +78,6 @@ def test_what_the_kernels_cannot_do_is_left_to_the_tensor_operations():
         assert not kernels.can_filter(torch.rand(1, kernels.CLASSES + 1, device=DEVICE))
 
 
-@pytest.mark.parametrize("failing", ["a compiler", "an old GPU"])
-def test_kernels_that_cannot_be_built_warn_once(failing, monkeypatch):
-    """The errors of torch and Triton are simulated: no machine of the tests has them."""
-
-    class Broken:
-        def __getitem__(self, grid):
-            raise OSError("no C compiler was found")
-
-    capability = (7, 5) if failing == "an old GPU" else (9, 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(kernels, "_try", Broken())
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
-    kernels.works.cache_clear()
-    try:
-        reason = r"\(7, 5\)" if failing == "an old GPU" else "no C compiler"
-        with pytest.warns(RuntimeWarning, match=f"cannot be used on cuda:0.*{reason}"):
-            assert not kernels.works(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert not kernels.works(0)
-    finally:
-        kernels.works.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not kernels.INSTALLED, reason="Triton is not installed (torch's CPU builds come without it)")
-@pytest.mark.skipif(kernels.INTERPRETED or torch.cuda.is_available(), reason="the kernels run in this process")
-def test_through_the_interpreter():
-    """In another process: Triton chooses the interpreter when it is imported."""
-    here = Path(__file__).resolve()
-    options = ("-m", "pytest", "-p", "no:cacheprovider", "-m", "not gpu")
-    command = [sys.executable, *options, here, here.with_name("test_fusion.py")]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, cwd=here.parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
-    assert "1 skipped" in done.stdout  # this test alone
-
-
 # -- each kernel -----------------------------------------------------------------------------------------------------
 
 
@@ -185,9 +142,46 @@ def test_rows_may_hold_more_than_32_bits_can_count_but_a_sample_may_not(tmp_path
     x = wide.as_strided((2, 2, 3), (2**31, 3, 1))  # samples, pixels, channels
     x.copy_(drawn(2, 2, 3))
     mean, var = torch.empty(2, 3), torch.empty(2, 3)
-    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, 2, False, 2, 4)
+    activations._moments[2,](x, x, mean, var, 3, 2, 2**31, 1, 3, 1, 1, 1, 2, False, 2, 4)
     assert near(mean, x.mean(1))
     assert near(var, x.var(1, correction=0))
+
+
+@runs
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("shape", [(2, 2, 24, 3, 3), (1, 3, 20, 1, 1), (2, 2, 8, 40, 2), (1, 2, 24, 14, 14)], ids=str)
+def test_widths_that_are_no_multiples_of_16(shape, last):
+    """Sizes and strides are divided by what they share, and multiplied again in the kernel."""
+    x, g = (channels_last(t) if last else t for t in (drawn(*shape), drawn(*shape, seed=1)))
+    affine = drawn(2, shape[0], 1, shape[2] + 3, seed=2)[..., 3:]  # rows that lie a multiple of nothing apart
+
+    def outcome():
+        given = [t.to(DEVICE).detach().requires_grad_() for t in (x, *affine)]
+        moved = given[0].detach().clone(memory_format=torch.preserve_format)
+        y = moments.scale_and_shift(*given, moments.Epilogue(True, None, moved))
+        return y, *moments.observe(given[0].detach()), *torch.autograd.grad(y, given, g.to(DEVICE))
+
+    for a, b in zip(*without_and_with_kernels(outcome), strict=True):
+        assert near(b, a)
+
+
+@runs
+@pytest.mark.parametrize("layout", ["column", "expanded"])
+def test_a_bias_need_not_be_adjacent_in_memory(layout):
+    """Catches kernels that read a convolution's bias, or affine parameters, number after number."""
+    x, spread = channels_last(drawn(2, 3, 5, 4, 4)).to(DEVICE), drawn(5, 3, seed=1).to(DEVICE)
+    offset = spread[:, 1] if layout == "column" else spread[:1, 1].expand(5)
+    affine = drawn(2, 5, 2).to(DEVICE).mT  # two of (R, C), by column
+    affine = affine if layout == "column" else affine[..., :1].expand(2, 2, 5)
+
+    def outcome():
+        given = [t.detach().requires_grad_() for t in (x, *affine)]
+        epilogue = moments.Epilogue(True, offset)
+        y = moments.normalise(given[0], lambda mean, var: moments.fold(mean, var, *given[1:], 1e-5), epilogue)
+        return y, *torch.autograd.grad(y.sin().sum(), given)
+
+    for a, b in zip(*without_and_with_kernels(outcome), strict=True):
+        assert near(b, a)
 
 
 @runs
@@ -244,10 +238,17 @@ def test_a_built_in_relu_is_a_relu(norm):
         assert near(a, b, 1e-12)
 
 
+# Layers, batches and pixels in pairs: on a GPU all together, in the slow interpreter so that each pair occurs.
+LAYERS = [
+    *((nn.BatchNorm2d, 1, 1), (nn.BatchNorm2d, 6, 3), (nn.BatchNorm2d, 17, 1)),
+    *((BatchNormReLU, 1, 3), (BatchNormReLU, 6, 1), (BatchNormReLU, 17, 3)),
+]
+if not kernels.INTERPRETED:
+    LAYERS = list(itertools.product([nn.BatchNorm2d, BatchNormReLU], [1, 6, 17], [1, 3]))
+
+
 @runs
-@pytest.mark.parametrize("pixels", [1, 3])
-@pytest.mark.parametrize("batch", [1, 6, 17])
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d, BatchNormReLU])
+@pytest.mark.parametrize(("layer", "batch", "pixels"), LAYERS)
 @pytest.mark.parametrize("norm", RULES, ids=str)
 def test_a_layer_gives_the_same_numbers_and_gradients(norm, layer, batch, pixels):
     """Rows with invalid samples, and one in which nothing is valid: its statistics stay bit for bit."""
@@ -445,6 +446,48 @@ def test_random_numbers_are_the_generators_own():
     there = rng.Key(*(t.to(DEVICE) for t in key))
     assert torch.equal(random_numbers.uniform(there, 0xABCDEF01, (5, 3)).cpu(), rng.uniform(key, 0xABCDEF01, (5, 3)))
     assert near(random_numbers.normal(there, 7, (3, 11)), rng.normal(key, 7, (3, 11)), 1e-5)
+
+
+@runs
+def test_another_default_dtype_changes_nothing():
+    key = rng.Key(torch.tensor([425], device=DEVICE), torch.tensor([3], device=DEVICE))
+    x = torch.rand(1, 2, 3, 6, 5).to(DEVICE)
+
+    def outcome():
+        return random_numbers.uniform(key, 7, (5,)), random_numbers.normal(key, 7, (5,)), Augment()(x, key)
+
+    with kernels.using("auto"):
+        wanted = outcome()
+        torch.set_default_dtype(torch.float64)
+        try:
+            found = outcome()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    for a, b in zip(wanted, found, strict=True):
+        assert b.dtype == torch.float32
+        assert torch.equal(a, b)
+
+
+class Grids:
+    """Stands in for a kernel, and notes its grids: more than a test can launch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        self.seen.append(grid)
+        return lambda *args, **options: None
+
+
+@runs
+def test_random_numbers_of_large_batches_fit_into_a_grid(monkeypatch):
+    """All but the first of a grid's axes end at 65,535."""
+    monkeypatch.setattr(random_numbers, "_philox", grids := Grids())
+    key = rng.Key(*(torch.empty(2, dtype=torch.int64, device="meta") for _ in range(2)))
+    assert random_numbers._draw(key, 7, (446, 3, 224, 224), normal=True).shape == (2, 446, 3, 224, 224)
+    (grid,) = grids.seen
+    assert grid[0] < 2**31
+    assert max(grid[1:], default=0) <= 65535
 
 
 @runs

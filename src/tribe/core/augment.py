@@ -167,6 +167,14 @@ def _jitter(x: Tensor, order: Tensor, strength: Sequence[Tensor]) -> Tensor:
     return x
 
 
+@kernels.comparison
+def _jittered(device: torch.device) -> dict[str, Sequence[Tensor]]:
+    small, large = (kernels.numbers(device, 3, 1, 3, *size).abs().clamp_max_(1) for size in ((9, 7), (65, 64)))
+    order = torch.tensor([[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]], device=device)
+    strength = tuple(torch.tensor([0.8, f, 1.2], device=device) for f in (0.7, 0.9, 1.1, 0.05, 1.3))
+    return {"jittered colours": [_jitter(x.clone(), order, strength) for x in (small, large)]}
+
+
 def _readable(x: Tensor) -> bool:
     """Return whether reading values does not synchronise: then only the operations that are due are computed."""
     return x.device.type == "cpu"

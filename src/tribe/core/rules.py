@@ -1,5 +1,6 @@
 """The protocol of a norm rule, the two that the engine itself needs (stored and batch statistics), and shared steps."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -9,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from tribe.core import kernels
 from tribe.core.kernels import statistics
+from tribe.core.moments import Epilogue, fold, normalise, observe
 from tribe.core.state import Stats
 
 
@@ -106,6 +108,38 @@ class _PoolBatch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_centre: Tensor, by_spread: Tensor) -> tuple[Tensor, Tensor, None]:
         return *statistics.pool_backward(by_centre, by_spread, *ctx.saved_tensors), None
+
+
+@kernels.comparison
+def _layer(device: torch.device) -> dict[str, Sequence[Tensor]]:
+    """Compute a layer of 24 channels and its gradients: by batch, with an invalid sample; and by sample, in parts."""
+    draw = kernels.numbers
+    x, g, residual = (draw(device, 2, 2, 5, 5, 24, seed=seed).movedim(4, 2) + 1 for seed in (0, 1, 2))
+    large = draw(device, 1, 1, 23, 23, 24, seed=3).movedim(4, 2) + 3
+    given = [t.requires_grad_() for t in (draw(device, 2, 24), draw(device, 2, 24, seed=4), x, residual, large)]
+    weight, bias, *_ = given
+    offset, valid = draw(device, 24, seed=5), torch.tensor([[True, True], [True, False]], device=device)
+    moments = [observe(t.detach(), offset) for t in (x, large)]
+    pooled = pool_batch(*moments[0], valid)
+    folded = fold(*pooled, weight, bias, 1e-5)
+
+    def by_batch(mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+        return fold(*pool_batch(mean, var, valid), weight, bias, 1e-5)
+
+    outputs = (
+        normalise(x, by_batch, Epilogue(True, offset, residual)),
+        normalise(x, by_batch, Epilogue(True)),
+        normalise(large, lambda mean, var: fold(mean, var, weight[:1], bias[:1], 1e-5), Epilogue(True)),
+    )
+    gradients = torch.autograd.grad(outputs, given, (g, g, outputs[2].detach().sin()))
+    return {
+        "moments": [t for pair in moments for t in pair],
+        "pooled moments": pooled,
+        "scale and shift": folded,
+        "normalised activations": outputs,
+        "gradients of scale and shift": gradients[:2],
+        "gradients of activations": gradients[2:],
+    }
 
 
 @dataclass(frozen=True)

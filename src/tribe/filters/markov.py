@@ -298,6 +298,16 @@ class Markov(TimeFilter):
         return product / product.sum(-1, keepdim=True)
 
 
+@kernels.comparison
+def _filtered(device: torch.device) -> dict[str, Sequence[Tensor]]:
+    """Filter twenty images of two streams, which are mostly of one class; some do not count."""
+    rule, logits = Markov(within="batch"), kernels.numbers(device, 2, 20, 21)
+    logits[..., 3] += 4
+    valid = (torch.arange(40).view(2, 20) % 11 != 4).to(device)
+    done = rule.step(rule.init(2, 21, logits), logits, valid)
+    return {"the state of the time filter": done.state, "smoothed beliefs": [done.logits.exp()]}
+
+
 def least_confidence(classes: int) -> float:
     """Return the mean likelihood of the likeliest class below which a temperature is excluded.
 

@@ -6,7 +6,7 @@ sample has the totals of its class, and only the first sample of a class (`lead`
 batch and not with K, except for the pooling of the past, which needs no gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -343,6 +343,20 @@ def _update_backward(
     by_delta = g_mean * (single + shared) + by_spread * (off_centre + (1 - norm.gamma) * delta - move)
     by_mean = groups.rate * (by_delta + 2 * by_fresh * (d - delta))
     return by_mean, groups.rate * by_fresh
+
+
+@kernels.comparison
+def _updated(device: torch.device) -> dict[str, Sequence[Tensor]]:
+    """Update 70 classes of 20 channels with a batch of which some images share a class, and one does not count."""
+    norm, draw = Balanced(70, 0.3, 0.4), kernels.numbers
+    past = Stats(draw(device, 2, 70, 20), draw(device, 2, 70, 20, seed=1).abs() + 0.5)
+    mean, var = draw(device, 2, 5, 20, seed=2), draw(device, 2, 5, 20, seed=3).abs()
+    given = mean.requires_grad_(), var.requires_grad_()
+    labels = torch.tensor([[0, 69, 69, 64, 7], [3, 3, 3, 0, 68]], device=device)
+    valid = torch.tensor([[True] * 5, [True, False, True, True, True]], device=device)
+    *pooled, kept = norm(mean, var, 9, past, labels, valid, 1e-5)
+    gradients = torch.autograd.grad(pooled, given, [draw(device, 2, 1, 20, seed=seed) for seed in (4, 5)])
+    return {"pooled class statistics": pooled, "class statistics": kept, "gradients of class statistics": gradients}
 
 
 def _over_classes(stats: Stats) -> tuple[Tensor, Tensor, Tensor]:

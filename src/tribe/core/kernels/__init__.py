@@ -9,39 +9,24 @@ The kernels serve tensors on CUDA. Tensor operations serve elsewhere: on other d
 installed, inside ``kernels.using(False)`` or with TRIBE_KERNELS=off in the environment. Triton's interpreter
 (TRITON_INTERPRET=1) runs the kernels on the CPU, for tests.
 
+At the first use on a device they are compared with the tensor operations (`proof`).
+
 Here is what decides whether a kernel can serve a tensor: callers ask the ``can_*`` function of an operation first.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, import-not-found, import-untyped"
-
 import contextlib
-import functools
-import importlib.util
 import os
-import warnings
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-INSTALLED = importlib.util.find_spec("triton") is not None  # torch's CPU builds lack it
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-LOADED = INSTALLED and (INTERPRETED or torch.cuda.device_count() > 0)  # it loads slowly
+from tribe.core.kernels import proof
+from tribe.core.kernels.loading import INTERPRETED, missing, tl, triton
+from tribe.core.kernels.proof import comparison, numbers, or_without, works
 
-if LOADED:
-    import triton
-    import triton.language as tl
-else:  # stand-ins let the kernels' files be imported
-
-    class tl:  # type: ignore[no-redef]  # noqa: D101
-        constexpr = int
-
-    class triton:  # type: ignore[no-redef]  # noqa: D101
-        @staticmethod
-        def jit(kernel: Any) -> Any:  # noqa: D102
-            return kernel
-
+__all__ = ["INTERPRETED", "comparison", "missing", "numbers", "or_without", "tl", "triton", "works"]
 
 EXACT = (torch.float32,)  # of moments, likelihoods and augmented images
 DTYPES = (*EXACT, torch.bfloat16, torch.float16)
@@ -49,7 +34,6 @@ LINE = 256  # bytes of adjacent channels that a program reads; also how many num
 SAMPLES = 128  # the largest batch whose sums over classes `update` holds on the chip
 PIXELS = 4096  # the most pixels of an image that `jitter` holds on the chip; it takes two launches for more
 CLASSES = 65536  # the most classes that one program of the time filter holds on the chip
-NEEDED = (8, 0)  # compute capability: Ampere, whose TF32 products one kernel uses
 
 # Of kernels, fusion and CUDA graphs. "auto": where possible; True: always, or an error; False: never.
 Switch = bool | Literal["auto"]
@@ -57,8 +41,21 @@ _mode: Switch = False if os.environ.get("TRIBE_KERNELS") == "off" else "auto"
 
 
 def mode() -> Switch:
-    """Return the current mode."""
-    return _mode
+    """Return the current mode: False also where kernels have been turned off, see `proof`."""
+    return False if proof.off is not None else _mode
+
+
+def state() -> str:
+    """Describe whether kernels run in this process, or why they do not."""
+    if reason := missing or proof.off:
+        return f"off: {reason}"
+    if _mode is False:
+        return "off: by TRIBE_KERNELS=off or kernels.using(False)"
+    if proof.refused:
+        return f"off on {'; '.join(f'{device}: {reason}' for device, reason in proof.refused.items())}"
+    devices = proof.compared()
+    compared = f"compared with tensor operations on {', '.join(devices)}" if devices else "not used yet"
+    return f"on: Triton {triton.__version__}, {compared}"
 
 
 @contextlib.contextmanager
@@ -79,12 +76,16 @@ def can_run(x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> bool:
 
 def can_launch(x: Tensor) -> bool:
     """Return whether kernels can be launched on the device of this tensor."""
-    if _mode is False or not LOADED:
+    if missing is not None or proof.off is not None:
+        return False
+    if (forced := proof.forced.get()) is not None:
+        return forced
+    if _mode is False:
         return False
     if INTERPRETED:
-        return x.device.type == "cpu"
+        return x.device.type == "cpu" and works(x.device)
     # Triton launches on the current device.
-    return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device.index)
+    return x.is_cuda and x.device.index == torch.cuda.current_device() and works(x.device)
 
 
 def can_normalise(x: Tensor) -> bool:
@@ -100,32 +101,6 @@ def can_update(mean: Tensor) -> bool:
 def can_filter(likelihood: Tensor) -> bool:
     """Return whether the kernels can filter with these likelihoods (..., K)."""
     return can_run(likelihood, EXACT) and likelihood.shape[-1] <= CLASSES
-
-
-@functools.cache
-def works(device: int) -> bool:
-    """Return whether kernels can be built and launched on a GPU: Triton needs a C compiler and a recent GPU.
-
-    Where they cannot, it warns once, and the tensor operations serve.
-    """
-    try:
-        if (capability := torch.cuda.get_device_capability(device)) < NEEDED:
-            raise RuntimeError(f"they need a GPU of compute capability {NEEDED} or more; this one has {capability}")
-        _try[(1,)](torch.zeros(1, device=f"cuda:{device}"))
-    except Exception as error:  # a compiler may raise anything
-        warnings.warn(
-            f"Triton's kernels cannot be used on cuda:{device} ({type(error).__name__}: {error}): steps take several "
-            "times as long. Set TRIBE_KERNELS=off to silence this warning",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
-
-
-@triton.jit
-def _try(x):
-    tl.store(x, 1.0)
 
 
 class Strides(NamedTuple):

@@ -8,6 +8,8 @@ programs with adjacent numbers read adjacent memory. Sums stay in the registers 
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, attr-defined"
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,22 @@ def _parts(at: Strides, long: int, wide: int) -> tuple[int, int]:
     return triton.cdiv(tiles, each), each * long
 
 
+def _sizes(at: Strides) -> tuple[int, ...]:
+    """Return channels, pixels and the three strides, divided; and by what those of channels and of pixels are.
+
+    Triton reads several numbers at once where it knows that all offsets are multiples of a vector. It finds out about
+    multiples of 16; a product in the kernel shows it multiples of 8, 4 or 2, such as the widths of MobileNet.
+    """
+    channels, pixels, sample, channel, pixel = at[1:]
+    last = channel == 1
+    pixel = channels if last and pixels == 1 else pixel  # any stride will do
+    shared = math.gcd(sample, *((channels, pixel) if last else (pixels, channel)))
+    unit = 1 if shared % 16 == 0 or 1 not in (channel, pixel) else math.gcd(shared, 8)
+    if last:
+        return channels // unit, pixels, sample // unit, channel, pixel // unit, unit, 1
+    return channels, pixels // unit, sample // unit, channel // unit, pixel, 1, unit
+
+
 def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance of each sample and channel over its pixels: (R, B, C, ...) -> (R, B, C) twice."""
     at = _require_strides(x)
@@ -50,7 +68,7 @@ def observe(x: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     mean, var = (x.new_empty(x.shape[:3], dtype=torch.float32) for _ in range(2))
     sums = (mean, var) if parts == 1 else x.new_empty((2, at.samples, parts, at.channels), dtype=torch.float32)
     _moments[at.samples * parts * triton.cdiv(at.channels, wide),](
-        x, _or(offset, x), *sums, *at[1:], parts, span, offset is not None, long, wide, num_warps=4
+        x, _line(offset, x), *sums, *_sizes(at), parts, span, offset is not None, long, wide, num_warps=4
     )
     if parts > 1:
         _join[at.samples, triton.cdiv(at.channels, LINE)](*sums, mean, var, at.channels, at.pixels, parts, span, LINE)
@@ -74,12 +92,15 @@ def apply(
     at, y = _require_strides(x), torch.empty_like(x)
     long, wide = _tile(x, at, COPIED // x.element_size())
     tiles = triton.cdiv(at.pixels, long)
-    if scale.stride() != shift.stride() or scale.stride(2) != 1 or scale.shape[1] > 1:
+    *sizes, width, length = _sizes(at)
+    adjacent = scale.stride(2) == 1 and scale.stride() == shift.stride() and scale.stride(0) % width == 0
+    if not adjacent or scale.shape[1] > 1:
         scale, shift = scale.contiguous(), shift.contiguous()
     row = scale.stride(1 if scale.shape[1] > 1 else 0)
     _apply[at.samples * tiles * triton.cdiv(at.channels, wide),](
-        x, _or(offset, x), scale, shift, _or(residual, x), y, _or(active, x), *at[1:], row, _sharing(x, scale), tiles,
-        offset is not None, residual is not None, active is not None, relu, long, wide, num_warps=4,
+        x, _line(offset, x), scale, shift, _or(residual, x), y, _or(active, x), *sizes, width, length,
+        row // width, _sharing(x, scale), tiles, offset is not None, residual is not None, active is not None, relu,
+        long, wide, num_warps=4,
     )  # fmt: skip
     return y
 
@@ -105,8 +126,9 @@ def apply_backward(
     masked = g if active is None else torch.empty_like(x)
     scale, shift = scale.contiguous(), shift.contiguous()
     _slopes[at.samples * parts * triton.cdiv(at.channels, wide),](
-        g, x, _or(offset, x), scale, shift, _or(active, x), masked, sums[0], sums[1], *at[1:], _sharing(x, scale),
-        parts, span, offset is not None, active is not None, relu and active is None, long, wide, num_warps=4,
+        g, x, _line(offset, x), scale, shift, _or(active, x), masked, sums[0], sums[1], *_sizes(at),
+        _sharing(x, scale), parts, span, offset is not None, active is not None, relu and active is None, long, wide,
+        num_warps=4,
     )  # fmt: skip
     if scale.shape[1] != x.shape[1]:
         sums = sums.flatten(2, 3).sum(2, keepdim=True)
@@ -134,7 +156,7 @@ def joint_backward(
     scale, shift = scale.contiguous(), shift.contiguous()
     mean, dmean, dvar = (scale, scale, scale) if moments is None else (t.contiguous() for t in moments)
     _joint[at.samples * tiles * triton.cdiv(at.channels, wide),](
-        g, x, _or(offset, x), scale, shift, mean, dmean, dvar, dx, *at[1:], _sharing(x, scale), tiles,
+        g, x, _line(offset, x), scale, shift, mean, dmean, dvar, dx, *_sizes(at), _sharing(x, scale), tiles,
         offset is not None, moments is not None, relu, long, wide, num_warps=4,
     )  # fmt: skip
     return dx
@@ -151,6 +173,11 @@ def _or(t: Tensor | None, placeholder: Tensor) -> Tensor:
     return placeholder if t is None else t
 
 
+def _line(offset: Tensor | None, placeholder: Tensor) -> Tensor:
+    """Return an offset (C,) whose numbers are adjacent: it may be a column of a matrix, or one number, expanded."""
+    return placeholder if offset is None else offset.contiguous()
+
+
 def _sharing(x: Tensor, scale: Tensor) -> int:
     """Return how many adjacent samples share a scale."""
     return 1 if scale.shape[1] == x.shape[1] else x.shape[1]
@@ -158,9 +185,10 @@ def _sharing(x: Tensor, scale: Tensor) -> int:
 
 @triton.jit
 def _moments(
-    x, offset, mean, var, C, L, sample, channel, pixel, parts, span,
+    x, offset, mean, var, C, L, sample, channel, pixel, WIDTH: tl.constexpr, LENGTH: tl.constexpr, parts, span,
     OFFSET: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, begin, c = (which // parts).to(tl.int64), (which % parts) * span, (tl.program_id(0) % blocks) * WIDE
@@ -213,17 +241,19 @@ def _join(part_mean, part_square, mean, var, C, L, parts, span, LINE: tl.constex
 
 @triton.jit
 def _apply(
-    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, row, sharing, tiles,
+    x, offset, scale, shift, residual, y, active, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, row, sharing, tiles,
     OFFSET: tl.constexpr, RESIDUAL: tl.constexpr, ACTIVE: tl.constexpr, RELU: tl.constexpr,
     LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, c = (which // tiles).to(tl.int64), (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)
     i = (which % tiles) * LONG + tl.arange(0, LONG)
     inside = (i < L)[:, None] & (c < C)[None, :]
     at = n * sample + i[:, None] * pixel + c[None, :] * channel
-    mine = (n // sharing) * row + c
+    mine = (n // sharing) * (row * WIDTH) + c
     s, b = tl.load(scale + mine, c < C, 0), tl.load(shift + mine, c < C, 0)
     if OFFSET:
         b += s * tl.load(offset + c, c < C, 0).to(tl.float32)
@@ -239,9 +269,11 @@ def _apply(
 
 @triton.jit
 def _slopes(
-    g, x, offset, scale, shift, active, masked, by_scale, by_shift, C, L, sample, channel, pixel, sharing, parts, span,
+    g, x, offset, scale, shift, active, masked, by_scale, by_shift, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, sharing, parts, span,
     OFFSET: tl.constexpr, ACTIVE: tl.constexpr, RELU: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, begin, c = (which // parts).to(tl.int64), (which % parts) * span, (tl.program_id(0) % blocks) * WIDE
@@ -274,9 +306,11 @@ def _slopes(
 
 @triton.jit
 def _joint(
-    g, x, offset, scale, shift, mean, dmean, dvar, dx, C, L, sample, channel, pixel, sharing, tiles,
+    g, x, offset, scale, shift, mean, dmean, dvar, dx, C, L, sample, channel, pixel, WIDTH: tl.constexpr,
+    LENGTH: tl.constexpr, sharing, tiles,
     OFFSET: tl.constexpr, OBSERVED: tl.constexpr, RELU: tl.constexpr, LONG: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    C, L, sample, channel, pixel = C * WIDTH, L * LENGTH, sample * (WIDTH * LENGTH), channel * LENGTH, pixel * WIDTH
     blocks = tl.cdiv(C, WIDE)
     which = tl.program_id(0) // blocks
     n, c = (which // tiles).to(tl.int64), (tl.program_id(0) % blocks) * WIDE + tl.arange(0, WIDE)

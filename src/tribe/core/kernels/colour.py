@@ -17,10 +17,11 @@ TILE = 1024  # pixels of a large image that one program takes
 def jitter(x: Tensor, order: Tensor, strength: Tensor) -> Tensor:
     """Apply the five operations to images (G, M, C, H, W), each of the G sets in its own order (G, 5)."""
     (sets, shared, channels), pixels = x.shape[:3], x[0, 0, 0].numel()
-    x, y = x.contiguous(), torch.empty(x.shape, device=x.device)
+    x = x.contiguous()
+    y = torch.empty_like(x)
     tile = triton.next_power_of_2(pixels) if pixels <= PIXELS else TILE
     tiles = triton.cdiv(pixels, tile)
-    sums = torch.empty((sets * shared, tiles), device=x.device)
+    sums = x.new_empty((sets * shared, tiles))
     for part in ("all",) if tiles == 1 else ("sum", "apply"):
         _jitter[(sets * shared * tiles,)](
             x, order.contiguous(), strength.contiguous(), sums, y, shared, pixels, tiles, channels == 3, part, tile,

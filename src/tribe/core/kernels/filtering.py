@@ -46,7 +46,8 @@ def _width(classes: int) -> int:
 
 
 def _warps(classes: int) -> int:
-    return 1 if classes <= 128 else 4
+    """Return how many warps share the classes: at most 32 numbers of each tensor stay in a thread's registers."""
+    return 1 if classes <= 128 else min(max(_width(classes) // 512, 4), 32)
 
 
 @triton.jit

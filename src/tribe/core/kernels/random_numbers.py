@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tribe.core import rng
-from tribe.core.kernels import LINE, can_launch, tl, triton
+from tribe.core.kernels import LINE, can_launch, comparison, tl, triton
 from tribe.core.rng import Key
 
 
@@ -23,19 +23,23 @@ def normal(key: Key, purpose: int, shape: Sequence[int]) -> Tensor:
     return _draw(key, purpose, shape, normal=True) if can_launch(key.seed) else rng.normal(key, purpose, shape)
 
 
+@comparison
+def _numbers(device: torch.device) -> dict[str, Sequence[Tensor]]:
+    key = Key(*(torch.tensor(values, device=device) for values in ([425, -3, 2**40 + 7], [0, 2**33 + 5, 1])))
+    return {"random numbers": [draw(key, 0xABCDEF01, (5, 419)) for draw in (uniform, normal)]}
+
+
 def _draw(key: Key, purpose: int, shape: Sequence[int], normal: bool) -> Tensor:
     streams, n = len(key.seed), math.prod(shape)
-    out = torch.empty(streams, *shape, device=key.seed.device)
-    blocks = triton.cdiv(n, 4)
-    _philox[streams, triton.cdiv(blocks, LINE)](
-        key.seed.contiguous(), key.clock.contiguous(), out, n, purpose, normal, LINE
-    )
+    out = torch.empty(streams, *shape, dtype=torch.float32, device=key.seed.device)
+    lines = triton.cdiv(triton.cdiv(n, 4), LINE)  # along the first axis: a grid's others end at 65,535
+    _philox[(streams * lines,)](key.seed.contiguous(), key.clock.contiguous(), out, n, lines, purpose, normal, LINE)
     return out
 
 
 @triton.jit
-def _philox(seed, clock, out, n, PURPOSE: tl.constexpr, NORMAL: tl.constexpr, LINE: tl.constexpr):
-    s, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * LINE + tl.arange(0, LINE)
+def _philox(seed, clock, out, n, lines, PURPOSE: tl.constexpr, NORMAL: tl.constexpr, LINE: tl.constexpr):
+    s, block = (tl.program_id(0) // lines).to(tl.int64), (tl.program_id(0) % lines) * LINE + tl.arange(0, LINE)
     tick, zero = tl.load(clock + s), tl.zeros([LINE], tl.uint32)
     purpose = zero + tl.full([LINE], PURPOSE, tl.uint32)
     w0, w1, w2, w3 = tl.philox(
@@ -49,7 +53,7 @@ def _philox(seed, clock, out, n, PURPOSE: tl.constexpr, NORMAL: tl.constexpr, LI
     else:
         v0, v1 = (w0 >> 8).to(tl.float32) * 5.9604644775390625e-08, (w1 >> 8).to(tl.float32) * 5.9604644775390625e-08
         v2, v3 = (w2 >> 8).to(tl.float32) * 5.9604644775390625e-08, (w3 >> 8).to(tl.float32) * 5.9604644775390625e-08
-    at = 4 * block
+    at = 4 * block.to(tl.int64)
     out += s * n
     tl.store(out + at, v0, at < n)
     tl.store(out + at + 1, v1, at + 1 < n)

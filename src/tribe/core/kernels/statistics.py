@@ -17,7 +17,7 @@ PROGRAMS = 512  # of an update, at least where there are many classes
 
 def fold(mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Turn statistics (R, 1|B, C) and affine parameters (R, C), with any strides, into a scale and a shift."""
-    mean, var = mean.contiguous(), var.contiguous()
+    mean, var, weight, bias = mean.contiguous(), var.contiguous(), _by_row(weight), _by_row(bias)
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     rows, batch, channels = mean.shape
     grid = rows * batch, triton.cdiv(channels, LINE)
@@ -30,6 +30,7 @@ def fold_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of mean, var (R, 1|B, C), weight and bias (R, C)."""
     mean, var, dscale, dshift = (t.contiguous() for t in (mean, var, dscale, dshift))
+    weight = _by_row(weight)
     dmean, dvar = mean.new_empty((2, *mean.shape))
     rows, batch, channels = mean.shape
     dweight, dbias = mean.new_empty((2, rows, channels))
@@ -37,6 +38,11 @@ def fold_backward(
         dscale, dshift, mean, var, weight, dmean, dvar, dweight, dbias, batch, channels, weight.stride(0), eps, LINE
     )
     return dmean, dvar, dweight, dbias
+
+
+def _by_row(t: Tensor) -> Tensor:
+    """Return a tensor (R, C) whose columns are adjacent; its rows may be apart."""
+    return t if t.stride(1) == 1 else t.contiguous()
 
 
 def pool(mean: Tensor, var: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +138,14 @@ def _fold_backward(
 # -- class statistics --------------------------------------------------------------------------------------------------
 
 
+def product_precision() -> str:
+    """Return how to multiply with marks of 0 and 1: in three TF32 products, which lose no digit of float32.
+
+    For AMD's GPUs Triton has no such products; there they are float32's own.
+    """
+    return "tf32x3" if torch.version.hip is None else "ieee"
+
+
 class UpdateTerms(NamedTuple):
     """Intermediate values of `update` that its backward needs."""
 
@@ -179,7 +193,8 @@ def update(
         groups.shrink, groups.present, pooled_mean, pooled_var, *room, *terms,
         batch, classes, channels, each, past[0].stride(0), past[0].stride(1), over_classes.stride(0),
         over_classes.stride(1), room[0].stride(0), room[0].stride(1), float(gamma), freedom,
-        among_present, max(triton.next_power_of_2(batch), 16), many, wide, num_warps=4 if batch <= 64 else 8,
+        among_present, product_precision(), max(triton.next_power_of_2(batch), 16), many, wide,
+        num_warps=4 if batch <= 64 else 8,
     )  # fmt: skip
     return pooled_mean, pooled_var, *room, terms
 
@@ -209,7 +224,7 @@ def _update(
     mean, var, past_mean, past_var, over_classes, code, lead, rate, weight, over, shrinking, present,
     pooled_mean, pooled_var, kept_mean, kept_var, d_out, delta_out, off_centre_out, move_out, raw_out,
     B, K, C, each, past_row, past_class, plane, plane_row, kept_row, kept_class, gamma, freedom,
-    AMONG_PRESENT: tl.constexpr, BATCH: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr,
+    AMONG_PRESENT: tl.constexpr, PRODUCT: tl.constexpr, BATCH: tl.constexpr, MANY: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     r, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDE + tl.arange(0, WIDE)
     in_c = (c < C)[None, :]
@@ -233,9 +248,8 @@ def _update(
     at = n[:, None] * C + c[None, :]
     d = tl.load(mean + at, inside, 0) - mu
     same = ((who[:, None] == who[None, :]) & (who >= 0)[:, None]).to(tl.float32)
-    # In three TF32 products, which is float32 up to its last bit: `same` has no digits to lose.
-    delta = speed * tl.dot(same, d, input_precision="tf32x3")
-    fresh = speed * tl.dot(same, tl.load(var + at, inside, 0) + d * d, input_precision="tf32x3") - delta * delta
+    delta = speed * tl.dot(same, d, input_precision=PRODUCT)
+    fresh = speed * tl.dot(same, tl.load(var + at, inside, 0) + d * d, input_precision=PRODUCT) - delta * delta
     step, growth = (1 - gamma) * delta, (1 - gamma) * (fresh - mass * sigma2)
 
     # Eq. 2 from the past's and this batch's increments; Eqs. 3 and 4, a share gamma to all classes alike.
