@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -14,8 +16,10 @@ from torch.utils._pytree import tree_map_only
 
 import tribe
 from method_runs import repeated
+from networks import Around
 from places import DATA
 from recordings import CASES, GOLDENS, RECORDED, TOLERANCE, replay
+from simulated_gpu import WAITS, Graph, on_gpu, simulate
 from tribe.core import graphs, kernels
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Captured, CapturedSegments, Steps, run_segments_with
@@ -42,11 +46,9 @@ DRIFTING = ("methods_k100", "rotta")  # the recorded teacher's drift is worked o
 class Device(TorchDispatchMode):
     """Refuses operations that synchronise the host and the device."""
 
-    WAITS = frozenset({"_local_scalar_dense", "item", "nonzero", "masked_select", "unique_dim", "_unique2", "equal"})
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        assert name not in self.WAITS, f"{name} waits for a value"
+        assert name not in WAITS, f"{name} waits for a value"
         assert name != "lift_fresh", "a constant is made on the host and copied"
         result = func(*args, **(kwargs or {}))
         for t in result if isinstance(result, (tuple, list)) else [result]:
@@ -144,6 +146,133 @@ def test_the_harness_catches_operations_that_synchronise():
         torch.ones(4, device="meta")[[0, 1]]
 
 
+# -- graphs of a simulated GPU, which repeat operations without Python ------------------------------------------------
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    simulate(monkeypatch)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("name", "fields"), CAPTURABLE + IN_SEGMENTS, ids=str)
+def test_recorded_steps_and_segments_give_the_numbers_of_eager_steps(name, fields):
+    with on_gpu():
+        method, net = small(ready(name, **fields)), Backbone(small_network())
+        steps, state = Steps(method, net, graphs=True), method.init(net, 2)
+        here, there, before = state, state, digest(state)
+        for seed in range(4):
+            x, valid = images(2, 6, seed), torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)) > 0.2
+            wanted, here = method.step(net, here, x, valid)
+            logits, there = steps(there, x, valid)
+            assert torch.equal(logits, wanted)
+            assert (kept := digest(there)) == digest(here)
+        if method.capture == "segments":
+            steps(there, images(2, 6, 100))  # no state is in static memory
+            assert digest(there) == kept
+        assert digest(state) == before
+        assert steps._captured.recorded == 1
+
+
+def standardised(inner, x):
+    return inner(x - torch.tensor([0.4, 0.5, 0.6], device=x.device).view(3, 1, 1))
+
+
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize("method", ["tent", "rotta"])
+def test_a_network_that_makes_a_constant_is_taken_eagerly_with_one_warning(method):
+    with on_gpu():
+        adapter = tribe.adapt(Around(standardised), method)
+        plain = tribe.adapt(Around(standardised), method, graphs=False)
+        with pytest.warns(RuntimeWarning, match="capturing"):
+            first = adapter(images(1, 6)[0])
+        assert torch.equal(first, plain(images(1, 6)[0]))
+        assert "capturing" in adapter.capture_disabled_reason
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(adapter(images(1, 6, 1)[0]), plain(images(1, 6, 1)[0]))
+        with pytest.raises(RuntimeError, match="capturing"):  # not: the network could not take the images
+            tribe.adapt(Around(standardised), method, graphs=True)(images(1, 6)[0])
+
+
+@pytest.mark.usefixtures("simulated")
+def test_images_that_the_network_cannot_take_do_not_end_the_capture():
+    with on_gpu(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        method, net = ready("tent"), Backbone(small_network())
+        steps, state = Steps(method, net), method.init(net, 2)
+        with pytest.raises(ValueError, match="take images"):
+            steps(state, images(2, 6)[:, :, :2])
+        assert torch.equal(steps(state, images(2, 6))[0], method.step(net, state, images(2, 6))[0])
+        assert steps.capture_disabled_reason is None
+
+
+@pytest.mark.usefixtures("simulated")
+def test_without_memory_for_a_recording_the_step_is_eager(monkeypatch):
+    def greedy(inner, x):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(x)
+
+    with on_gpu():
+        method, net = ready("tent"), Backbone(Around(greedy))
+        steps, state, freed = Steps(method, net), method.init(net, 2), []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(steps._captured is None))
+        with pytest.warns(RuntimeWarning, match="memory"):
+            logits, _ = steps(state, images(2, 6))
+        assert torch.equal(logits, method.step(net, state, images(2, 6))[0])
+    assert freed[-1]  # after the recording was dropped
+
+
+@pytest.mark.usefixtures("simulated")
+def test_two_gpus_record_on_their_own_streams():
+    for index in (0, 1):
+        with on_gpu(index):
+            adapter, plain = (tribe.adapt(small_network(), "tent", graphs=graphs) for graphs in (True, False))
+            for seed in range(3):
+                assert torch.equal(adapter(images(1, 6, seed)[0]), plain(images(1, 6, seed)[0]))
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_failed_capture_leaves_the_thread_where_it_was():
+    def work():
+        return torch.cuda.is_current_stream_capturing() and torch.ones(1).item()
+
+    for index in (0, 1):
+        before = [torch.cuda.current_stream(i) for i in (0, 1)]
+        with on_gpu(index), pytest.raises(RuntimeError, match="_local_scalar_dense"):
+            graphs.cuda_graphs(torch.device("cuda", index))(work)
+        assert [torch.cuda.current_stream(i) for i in (0, 1)] == before
+        assert (torch.cuda.current_device(), Graph.capturing) == (0, None)
+
+
+@pytest.mark.usefixtures("simulated")
+def test_threads_record_one_after_the_other():
+    """Torch allows one capture at a time: the second would fail."""
+    inside, failed = threading.Event(), []
+
+    def second():
+        try:
+            with on_gpu():
+                graphs.cuda_graphs(torch.device("cuda", 0))(inside.set)
+        except RuntimeError as error:
+            failed.append(error)
+
+    other = threading.Thread(target=second)
+
+    def work():
+        if torch.cuda.is_current_stream_capturing():
+            other.start()
+            assert not inside.wait(0.1)
+
+    with on_gpu():
+        graphs.cuda_graphs(torch.device("cuda", 0))(work)
+    other.join()
+    assert inside.is_set()
+    assert not failed
+
+
 # -- static memory, ping-pong and padding, with work repeated instead of recorded --------------------------------------
 
 
@@ -152,36 +281,33 @@ def pair(name="tribe", streams=2, **fields):
     return method, net, Captured(method, net, repeated), method.init(net, streams)
 
 
-@pytest.mark.parametrize(("name", "fields"), CAPTURABLE + IN_SEGMENTS, ids=str)
-def test_captured_steps_and_steps_in_segments_equal_the_steps(name, fields):
-    method, net = small(ready(name, **fields)), Backbone(small_network())
-    whole, state = method.capture == "whole", method.init(net, 2)
-    captured = (Captured if whole else CapturedSegments)(method, net, repeated)
-    here, there, before = state, state, digest(state)
-    for seed in range(5):
-        x, valid = images(2, 6, seed), torch.rand(2, 6, generator=torch.Generator().manual_seed(seed)) > 0.2
-        wanted, here = method.step(net, here, x, valid)
-        logits, there = captured.step(there, x, valid)
-        assert torch.equal(logits, wanted)
-        assert (kept := digest(there)) == digest(here)
-        if not whole:
-            captured.step(there, images(2, 6, seed + 100))  # no state is in static memory
-            assert digest(there) == kept
-    assert digest(state) == before
-    assert whole or captured.recorded == 1
-
-
-def test_too_many_shapes_of_images_end_the_recordings(monkeypatch):
+@pytest.fixture
+def repeating(monkeypatch):
     monkeypatch.setattr(graphs, "cuda_graphs", repeated)
     monkeypatch.setattr(graphs, "capture_refusal", lambda method, device: None)
+
+
+@pytest.mark.usefixtures("repeating")
+def test_too_many_shapes_of_images_end_the_recordings():
     method, net, _, state = pair("tent")
     steps = Steps(method, net)
-    for batch in range(1, graphs.SHAPES + 3):
-        logits, _ = steps(state, images(2, batch))
-        wanted, _ = method.step(net, state, images(2, batch))
-        assert torch.equal(logits, wanted)
-        assert (steps.capture_disabled_reason is None) == (batch <= graphs.SHAPES)
+    for size in range(1, graphs.SHAPES + 3):
+        x = images(2, 6).repeat(1, 1, 1, 1, 2)[..., : 6 + size]
+        assert torch.equal(steps(state, x)[0], method.step(net, state, x)[0])
+        assert (steps.capture_disabled_reason is None) == (size <= graphs.SHAPES)
     assert "shapes" in steps.capture_disabled_reason
+
+
+@pytest.mark.usefixtures("repeating")
+@pytest.mark.parametrize("name", ["tent", "rotta"])
+def test_a_handful_of_recordings_serves_all_sizes_of_batches(name):
+    method, net, _, state = pair(name)
+    steps = Steps(method, net)
+    for batch in range(5, 40):
+        logits, _ = steps(state, images(2, batch))
+        assert (logits - method.step(net, state, images(2, batch))[0]).abs().max() <= 1e-5
+    assert steps.capture_disabled_reason is None
+    assert steps._captured.recorded == 5  # 5, and 8 to 64
 
 
 def test_two_static_states_take_turns_and_nothing_else_is_copied(monkeypatch):
@@ -255,7 +381,7 @@ def test_logits_are_the_caller_s_own():
 def test_a_recording_that_failed_is_not_used():
     method, net, _, state = pair()
 
-    def broken():
+    def broken(device):
         raise RuntimeError("no recording today")
 
     captured = Captured(method, net, broken)
