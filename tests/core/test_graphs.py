@@ -175,6 +175,34 @@ def test_recorded_steps_and_segments_give_the_numbers_of_eager_steps(name, field
         assert steps._captured.recorded == 1
 
 
+@pytest.mark.usefixtures("simulated")
+@pytest.mark.parametrize(("name", "fields"), METHODS, ids=str)
+def test_the_branches_for_a_gpu_give_the_numbers_of_those_for_a_cpu(name, fields):
+    method, net = small(ready(name, **fields)), Backbone(small_network())
+    here = there = method.init(net, 2)
+    for seed in range(3):
+        x = images(2, 6, seed)
+        x[1, 3] = torch.nan if seed == 1 else 0.5
+        wanted, here = method.step(net, here, x)
+        with on_gpu():
+            logits, there = method.step(net, there, x)
+        assert (logits - wanted).abs().max() <= 2e-4
+    for leaf, t in leaves(here).items():
+        assert torch.allclose(t.double(), leaves(there)[leaf].double(), atol=1e-3), leaf
+
+
+@pytest.mark.usefixtures("simulated")
+def test_a_replay_runs_no_python():
+    passes = []
+    with on_gpu():
+        adapter = tribe.adapt(Around(lambda inner, x: passes.append(x) or inner(x)), "tent", graphs=True)
+        adapter(images(1, 6)[0])
+        recorded = len(passes)
+        for seed in (1, 2, 3):
+            adapter(images(1, 6, seed)[0])
+    assert len(passes) == recorded
+
+
 def standardised(inner, x):
     return inner(x - torch.tensor([0.4, 0.5, 0.6], device=x.device).view(3, 1, 1))
 
