@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import threading
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -238,19 +239,22 @@ def test_images_that_the_network_cannot_take_do_not_end_the_capture():
 
 @pytest.mark.usefixtures("simulated")
 def test_without_memory_for_a_recording_the_step_is_eager(monkeypatch):
+    recordings, freed = [], []
+
     def greedy(inner, x):
         if torch.cuda.is_current_stream_capturing():
+            recordings.append(weakref.ref(steps._captured))
             raise torch.OutOfMemoryError("CUDA out of memory")
         return inner(x)
 
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append([ref() is None for ref in recordings]))
     with on_gpu():
         method, net = ready("tent"), Backbone(Around(greedy))
-        steps, state, freed = Steps(method, net), method.init(net, 2), []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(steps._captured is None))
+        steps, state = Steps(method, net), method.init(net, 2)
         with pytest.warns(RuntimeWarning, match="memory"):
             logits, _ = steps(state, images(2, 6))
         assert torch.equal(logits, method.step(net, state, images(2, 6))[0])
-    assert freed[-1]  # after the recording was dropped
+    assert freed[-1] == [True]  # the cache is emptied when nothing holds the recording
 
 
 @pytest.mark.usefixtures("simulated")

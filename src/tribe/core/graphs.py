@@ -172,6 +172,7 @@ class Captured:
     def _capture(self, state: Any, x: Tensor) -> None:
         """Record both directions for batches of this shape."""
         setting, self._setting = self._setting, None  # in case recording fails
+        self._replay: list[Work] = []  # the memory of older ones may serve
         self._states, self._x = (clone(state), clone(state)), _pad(x, self._batch - x.shape[1])
         self._valid = _pad(torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), self._batch - x.shape[1])
         self._logits: Tensor | None = None
