@@ -231,8 +231,9 @@ def test_images_that_the_network_cannot_take_do_not_end_the_capture():
         warnings.simplefilter("error")
         method, net = ready("tent"), Backbone(small_network())
         steps, state = Steps(method, net), method.init(net, 2)
-        with pytest.raises(ValueError, match="take images"):
-            steps(state, images(2, 6)[:, :, :2])
+        for either in (steps, Steps(method, net, graphs=True)):
+            with pytest.raises(ValueError, match="take images"):
+                either(state, images(2, 6)[:, :, :2])
         assert torch.equal(steps(state, images(2, 6))[0], method.step(net, state, images(2, 6))[0])
         assert steps.capture_disabled_reason is None
 

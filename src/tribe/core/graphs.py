@@ -171,14 +171,14 @@ class Captured:
 
     def _capture(self, state: Any, x: Tensor) -> None:
         """Record both directions for batches of this shape."""
-        setting, self._setting = self._setting, None  # in case recording fails
+        self._setting = None  # in case recording fails
         self._replay: list[Work] = []  # the memory of older ones may serve
         self._states, self._x = (clone(state), clone(state)), _pad(x, self._batch - x.shape[1])
         self._valid = _pad(torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), self._batch - x.shape[1])
         self._logits: Tensor | None = None
         record = self._record(x.device)
         self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
-        self._setting = setting
+        self._setting = _setting(self.net, x)
 
     def _work(self, turn: int) -> None:
         old, spare = self._states[turn], self._states[1 - turn]
@@ -252,12 +252,13 @@ def cuda_graphs(device: torch.device) -> Recorder:
                 with torch.cuda.stream(side):
                     for _ in range(WARM_UP):
                         work()
-                    # Capture this thread only: others may pin memory for the next batch at the same time.
-                    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                        work()
-            except Exception as error:
-                # The end of a failed capture raises, too, and does not say why.
-                raise (error.__context__ or error) from None
+                    try:
+                        # Capture this thread only: others may pin memory for the next batch at the same time.
+                        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                            work()
+                    except Exception as error:
+                        # The end of a failed capture raises, too, and does not say why.
+                        raise (error.__context__ or error) from None
             finally:
                 main.wait_stream(side)  # before the memory of the work serves again
         return graph.replay
