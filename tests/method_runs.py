@@ -56,7 +56,7 @@ def varied(steps, batch=9, dtype=DOUBLE, first=0):
     return [tinted(seed) for seed in range(first, first + steps)]
 
 
-def repeated():
+def repeated(device=None):
     """Replaces CUDA graphs where there are none: the same work on the same static memory."""
 
     def record(work):

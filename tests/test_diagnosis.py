@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tribe
 from networks import Around, Frames
+from simulated_gpu import on_gpu, simulate
 from tribe import methods
-from tribe.core import fusion
+from tribe.core import fusion, kernels
 from tribe.core.state import count_bytes
 from tribe.testing import CLASSES, images, small_network
 
@@ -241,15 +242,30 @@ def test_what_kernels_compute_together_is_told_where_they_run():
         report = tribe.doctor(small_network(), X)
         held = tribe.doctor(Around(lambda inner, x: inner(x) if len(x) == 2 else inner(x + 0)), X[:1])
     assert report.fusion == "computed together with normalisation: 2 ReLU"
-    assert "\n  kernels: computed together with normalisation: 2 ReLU\n" in str(report)
-    assert held.fusion is not None
+    assert "\n  fusion: computed together with normalisation: 2 ReLU\n" in str(report)
     assert held.fusion.startswith("nothing is fused: a pass differed from the trial")
 
 
-def test_of_kernels_nothing_is_told_on_a_cpu():
+def test_without_a_gpu_one_line_says_what_is_off():
     report = tribe.doctor(small_network(), X)
-    assert report.fusion is None
-    assert "kernels" not in str(report)
+    assert report.graphs == report.kernels == report.fusion
+    assert "\n  CUDA graphs, kernels, fusion: off: the network is on cpu" in str(report)
+
+
+def test_on_a_gpu_the_state_of_graphs_and_kernels_is_told(monkeypatch):
+    simulate(monkeypatch)
+    constant = Around(lambda inner, x: inner(x - torch.tensor([0.5], device=x.device)))
+    with on_gpu(1):
+        net = small_network()
+        report, bare, refused = (tribe.doctor(net, x) for net, x in ((net, X), (net, None), (constant, X)))
+        with kernels.using(False):
+            off = tribe.doctor(net, X)
+    assert (report.graphs, bare.graphs) == ("available", "available")
+    assert "captured (RuntimeError: cannot copy" in refused.graphs
+    assert report.kernels.startswith("off: Triton")
+    assert off.kernels.startswith("off: TRIBE_KERNELS")
+    assert report.fusion == "off: it needs kernels"
+    assert "\n  CUDA graphs: available\n  kernels: off: Triton" in str(report)
 
 
 def test_layers_of_one_kind_that_adapt_in_other_ways_are_told_apart():

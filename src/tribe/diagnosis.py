@@ -1,5 +1,6 @@
 """Diagnose a model, and some images, before adapting: what can adapt, what looks wrong, which methods fit."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tribe import methods
+from tribe.core import kernels
 from tribe.core.backbone import Backbone
+from tribe.core.graphs import cuda_graphs
 from tribe.core.losses import entropy
 from tribe.core.moments import observe
 from tribe.core.placement import by_reason
@@ -60,7 +63,9 @@ class Report:
     shift: float | None = None  # how far the batch is from the source at the first layer, see `_first_shift`
     confidence: float | None = None
     accuracy: float | None = None  # on these images, if their labels are given
-    fusion: str | None = None  # what kernels compute together, or why they do not; None where no kernels run
+    graphs: str | None = None  # "available", or why steps cannot be captured in CUDA graphs
+    kernels: str | None = None  # "available", or why Triton's kernels do not run
+    fusion: str | None = None  # what kernels compute together, or why they do not
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -84,9 +89,11 @@ class Report:
             "first layer: statistics of these images {:.2f} deviations from the source's": self.shift,
             "mean confidence on these images: {:.0%}": self.confidence,
             "accuracy on these images: {:.0%}": self.accuracy,
-            "kernels: {}": self.fusion,
         }
         lines += [f"  {text.format(value)}" for text, value in measured.items() if value is not None]
+        gpu = {"CUDA graphs": self.graphs, "kernels": self.kernels, "fusion": self.fusion}
+        for state in filter(None, dict.fromkeys(gpu.values())):
+            lines.append(f"  {', '.join(name for name in gpu if gpu[name] == state)}: {state}")
         if fitting := [name for name, reason in self.methods.items() if not reason and name not in self.needs]:
             lines.append(f"  methods that fit: {', '.join(fitting)}")
         if self.needs:
@@ -144,7 +151,33 @@ def doctor(
     fit = {name: next((MISSING[p] for p in method.works_on if not has[p]), "") for name, method in classes.items()}
     needs = {name: method.needs for name, method in classes.items() if method.needs and not fit[name]}
     sizes = {} if net.classes is None else _state_bytes(net, max(net.classes, 2), fit)
-    return Report(True, **report, methods=fit, needs=needs, state_bytes=sizes)
+    return Report(True, **report, methods=fit, needs=needs, state_bytes=sizes, **_on_gpu(net, x, report["problems"]))
+
+
+def _on_gpu(net: Backbone, x: Tensor | None, problems: list[str]) -> dict[str, Any]:
+    """Return the fields of a report on graphs, kernels and fusion."""
+    gpu, on_cpu = net.device.type == "cuda", f"off: the network is on {net.device}, and they need a GPU"
+    with torch.cuda.device(net.device) if gpu else contextlib.nullcontext():  # where kernels launch
+        can_launch = kernels.can_launch(net.eps)
+        graphs = _try_graphs(net, x, problems) if gpu else on_cpu
+    state = "available" if can_launch else "off: Triton is not installed, or a warning said why" if gpu else on_cpu
+    if gpu and kernels.mode() is False:
+        state = "off: TRIBE_KERNELS=off, kernels.using(False), or a warning said why"
+    fusion = net.fusion.describe() if net.fusion.tried or can_launch else "off: it needs kernels" if gpu else on_cpu
+    return {"graphs": graphs, "kernels": state, "fusion": fusion}
+
+
+@torch.no_grad()
+def _try_graphs(net: Backbone, x: Tensor | None, problems: list[str]) -> str:
+    if x is None or problems:
+        return "available" if x is None else "not tried: there are problems"
+    affine, stats = net.source()
+    try:
+        images = x.to(net.device).unsqueeze(0)
+        cuda_graphs(net.device)(lambda: net(images, affine, stats, Frozen()))
+    except Exception as error:  # the network is the caller's, and may raise anything
+        return f"off: a pass cannot be captured ({type(error).__name__}: {error})"
+    return "available"
 
 
 def _state_bytes(net: Backbone, classes: int, fit: dict[str, str]) -> dict[str, int]:
@@ -211,7 +244,6 @@ def _examine(net: Backbone, x: Tensor, labels: Tensor | None, report: dict[str, 
         "confidence": confidence,
         "accuracy": None if labels is None else _accuracy(logits, labels, confidence, problems),
         "features": None if features is None else features.shape[-1],
-        "fusion": net.fusion.describe() if net.fusion.tried else None,
     }
 
 

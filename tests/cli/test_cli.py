@@ -237,7 +237,9 @@ def test_images_from_a_file(call, tmp_path, suffix, dtype):
     path = tmp_path / f"images.{suffix}"
     (np.save if suffix == "npy" else np.savez)(path, images)
     result = succeeded(call("doctor", "models_here.py:net", "--input", path, "--json"))
-    assert json.loads(result.stdout)["shift"] < 0.3
+    report = json.loads(result.stdout)
+    assert report["shift"] < 0.3
+    assert all(report[name].startswith("off: the network is on cpu") for name in ("graphs", "kernels", "fusion"))
 
 
 def test_images_scaled_wrongly_are_a_problem(call, tmp_path):

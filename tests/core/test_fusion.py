@@ -172,6 +172,42 @@ def test_kernels_fuse_to_the_same_numbers(style, norm, dtype, rounding):
         assert (a - b).norm() <= rounding * a.norm()  # in bfloat16 a ReLU may be active in one and not in the other
 
 
+class Table(Functional):
+    """It reads biases from a table, with gaps in memory; ``same``: it has one for all channels."""
+
+    same = False
+
+    def body(self, x):
+        table = self.fc.weight.flatten()
+        x = torch.relu(self.na(F.conv2d(x, self.a.weight, table[:1].expand(8) if self.same else table[::4], 2, 1)))
+        return F.relu(self.nb(self.b(x)) + self.ns(self.short(x)))
+
+
+@runs
+@pytest.mark.parametrize("same", [False, True])
+def test_a_bias_with_gaps_in_memory_is_added_as_it_is(same, monkeypatch):
+    monkeypatch.setattr(Table, "same", same)
+    torch.manual_seed(0)
+    net, norm = Backbone(Table()).to(DEVICE), norms.create("frozen")
+    with float32_precision("float32"):
+        with kernels.using(False):
+            wanted = passed(net, norm, False)
+        found = passed(net, norm, "auto")
+    assert counts(net.fusion.plan) == (3, 1, 2)
+    for a, b in zip(wanted, found, strict=True):
+        assert (a - b).norm() <= 1e-4 * a.norm()
+
+
+@runs
+def test_kernels_that_are_wrong_forbid_fusion(monkeypatch):
+    """No kernel runs in float64, so a trial in float64 would not notice."""
+    torch.manual_seed(0)
+    net, apply = Backbone(Functional()).to(DEVICE), activations.apply
+    monkeypatch.setattr(activations, "apply", lambda *args: apply(*args) + 0.1)
+    passed(net, norms.create("batch"), "auto")
+    assert "changed logits" in net.fusion.describe()
+
+
 class TwoViews(Functional):
     """Each image and its mirror image are two samples of the batch, adjacent or a batch apart."""
 

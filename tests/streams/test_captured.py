@@ -42,7 +42,7 @@ def recorded(monkeypatch):
         return work
 
     monkeypatch.setattr(graphs, "capture_refusal", lambda method, device: None)
-    monkeypatch.setattr(graphs, "cuda_graphs", lambda: record)
+    monkeypatch.setattr(graphs, "cuda_graphs", lambda device: record)
     return made
 
 
@@ -91,6 +91,24 @@ def test_shapes_are_few_and_the_oldest_recordings_go(recorded):
     assert {len(group.x) for group in many} <= {2**k for k in range(8)}
     assert sum(len(group.names) for group in many) == 3 * MAX_ENTRIES
     assert all(len(group.names) == 1 for group in groups({"a": 1, "b": 1}, 0, together=False))
+
+
+def test_what_cannot_be_captured_is_tried_once_for_all_shapes(recorded, monkeypatch):
+    tried = []
+
+    def refused(device):
+        tried.append(device)
+        raise RuntimeError("no copy from the host")
+
+    monkeypatch.setattr(graphs, "cuda_graphs", refused)
+    runner, method, net = runner_of("bn")
+    first, *others = (*groups({"a": 1, "b": 3}, 0), *groups({"a": 2}, 1))
+    with pytest.warns(RuntimeWarning, match="no copy"):
+        runner.step(first, [method.init(net)])
+    for group in others:
+        runner.step(group, [method.init(net)])
+    assert len(tried) == 1
+    assert "no copy" in runner.unpadded.capture_disabled_reason
 
 
 @gpu

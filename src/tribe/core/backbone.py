@@ -311,8 +311,8 @@ class Backbone(nn.Module):
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # a fault of the device, not of the images
         except (RuntimeError, ValueError, IndexError, TypeError, AssertionError) as error:
-            if is_out_of_memory(error):
-                raise
+            if is_out_of_memory(error) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+                raise  # a recording may refuse what a pass may do
             if NO_VIEW in str(error) and channels_last:
                 self._give_up_channels_last()  # unless another thread has
                 return Backbone.forward(self, x, affine, stats, norm, labels, valid, weights, spare, slot_hook)

@@ -3,7 +3,8 @@
 A CUDA graph replays thousands of small launches at once, but always on the memory it was recorded with. So two graphs
 alternate over two states in static memory: one reads state 0 and writes state 1, the other the reverse, and no state is
 copied between steps. Images are copied into static memory; a smaller batch is padded with images that are not `valid`.
-The steps of a recording are discarded, which affects no stream: a step is pure.
+A larger one is recorded anew, rounded up to a power of two, so that a handful of recordings serves batches of all
+sizes. The steps of a recording are discarded, which affects no stream: a step is pure.
 
 Segments: a step may need a decision of the host midway, such as which images enter a memory. The method then calls the
 functions before and after the decision through `segment`, and each of them is captured by itself.
@@ -14,6 +15,7 @@ functions before and after the decision through `segment`, and each of them is c
 """
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -36,12 +38,13 @@ Work = Callable[[], None]
 Recorder = Callable[[Work], Work]  # records work on static memory; the result repeats it
 SegmentRunner = Callable[[Callable[..., Any], tuple[Any, ...]], Any]  # runs a function with these arguments
 
-SHAPES = 8  # shapes of batches that "auto" records before it gives up: recording each costs more than it saves
+SHAPES = 8  # shapes of images that "auto" records before it gives up: recording each costs more than it saves
 WARM_UP = 3  # eager steps before a recording: libraries choose algorithms and allocate, kernels are compiled
 SIDE_PRIORITY = -1  # high: the launches of the side stream are short, and must fit between those of the network
 
 _segment_runner: ContextVar[SegmentRunner | None] = ContextVar("tribe_segments", default=None)
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
+_recording = threading.RLock()  # torch records one graph at a time in a process
 
 
 def capture_refusal(method: Any, device: torch.device) -> str | None:
@@ -89,24 +92,31 @@ class Steps:
             raise self._not_captured()  # the network has moved to a device without graphs
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
+            failure = None
             if self.capture_disabled_reason is None and x.shape[1]:
                 try:
                     return self._step_captured(state, x, valid)
-                except RuntimeError as error:
-                    if self.graphs is True or isinstance(error, torch.OutOfMemoryError):
+                except Exception as error:  # the network is the caller's, and may raise anything
+                    if self.graphs is True:
                         raise
-                    self._give_up(f"the step could not be captured in a CUDA graph ({error})")
-                    message = f"{self.capture_disabled_reason}; it is taken one launch at a time"
-                    warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return self.method.step(self.net, state, x, valid, retired)  # type: ignore[no-any-return]
+                    failure = f"the step could not be captured in a CUDA graph ({type(error).__name__}: {error})"
+                # Here the error is gone, and with its traceback the memory of the recording, which a step may need.
+                self._captured = None
+                torch.cuda.empty_cache()
+            # A step is pure: this one starts from the same state, and raises what is wrong with the images themselves.
+            result: tuple[Tensor, Any] = self.method.step(self.net, state, x, valid, retired)
+            if failure is not None:
+                self._give_up(failure)
+                warnings.warn(f"{failure}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+            return result
 
     def _step_captured(self, state: Any, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         if self._captured is None:
             whole = self.method.capture == "whole"
             self._captured = (Captured if whole else CapturedSegments)(self.method, self.net)
         result = self._captured.step(state, x, valid)
-        if self._captured.recorded > SHAPES and self.graphs == "auto":
-            self._give_up(f"batches had more than {SHAPES} shapes, and each shape needs a recording")
+        if self._captured.settings > SHAPES and self.graphs == "auto":
+            self._give_up(f"images had more than {SHAPES} shapes or precisions, and each needs a recording")
         return result
 
     def _give_up(self, reason: str) -> None:
@@ -119,20 +129,34 @@ class Steps:
 class Captured:
     """A method's steps in two graphs over two static states, for the shape of the last batch.
 
-    ``record`` makes a `Recorder`; by default it records CUDA graphs.
+    ``record`` makes a `Recorder` for a device; by default it records CUDA graphs.
     """
 
-    def __init__(self, method: Any, net: Backbone, record: Callable[[], Recorder] | None = None) -> None:
+    def __init__(self, method: Any, net: Backbone, record: Callable[[torch.device], Recorder] | None = None) -> None:
         self.method, self.net = method, net
         self._record = record or cuda_graphs
-        self.recorded = 0  # shapes of batches so far
-        self._setting: Any = None  # everything that the recording depends on
+        self.recorded = self.settings = 0  # recordings so far, and how many of them were not for a larger batch alone
+        self._setting: Any = None  # everything that the recording depends on, apart from the number of images
+        self._batch = 0  # images of a stream in the recording
+
+    def _must_record(self, x: Tensor) -> bool:
+        """Return whether a batch needs a recording; if so, set its size.
+
+        The first is as large as its batch, so that batches of one size are not padded.
+        """
+        setting, batch = _setting(self.net, x), x.shape[1]
+        if (new := self._setting != setting) or batch > self._batch:
+            self._setting, self._batch = setting, batch if new else 1 << (batch - 1).bit_length()
+            self.recorded += 1
+            self.settings += new
+            return True
+        return False
 
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Step as `Method.step` does; ``state`` is copied into static memory, unless the last step returned it."""
         batch = x.shape[1]
-        if self._setting != _setting(self.net, x) or batch > self._x.shape[1]:
+        if self._must_record(x):
             self._capture(state, x)
         turn = next((i for i in (0, 1) if _same(self._states[i], state)), None)
         if turn is None:
@@ -148,13 +172,13 @@ class Captured:
     def _capture(self, state: Any, x: Tensor) -> None:
         """Record both directions for batches of this shape."""
         self._setting = None  # in case recording fails
-        self._states, self._x = (clone(state), clone(state)), x.clone()
-        self._valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        self._replay: list[Work] = []  # the memory of older ones may serve
+        self._states, self._x = (clone(state), clone(state)), _pad(x, self._batch - x.shape[1])
+        self._valid = _pad(torch.ones(x.shape[:2], dtype=torch.bool, device=x.device), self._batch - x.shape[1])
         self._logits: Tensor | None = None
-        record = self._record()
+        record = self._record(x.device)
         self._replay = [record(lambda: self._work(0)), record(lambda: self._work(1))]
         self._setting = _setting(self.net, x)
-        self.recorded += 1
 
     def _work(self, turn: int) -> None:
         old, spare = self._states[turn], self._states[1 - turn]
@@ -168,18 +192,15 @@ class Captured:
 class CapturedSegments(Captured):
     """A method's steps with each of their segments recorded, for the shape of the last batch."""
 
-    _batch: int
-
     @torch.no_grad()
     def step(self, state: Any, x: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Any]:
         """Step as `Method.step` does; no tensor that it returns is in static memory."""
         batch = x.shape[1]
-        if self._setting != _setting(self.net, x) or batch > self._batch:
-            self._recordings, self._setting, self._batch = Recordings(self._record()), _setting(self.net, x), batch
-            self.recorded += 1
+        if self._must_record(x):
+            self._recordings = Recordings(self._record(x.device))
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if valid is None else valid
         if short := self._batch - batch:
-            x, valid = (nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, short]) for t in (x, valid))
+            x, valid = _pad(x, short), _pad(valid, short)
         with run_segments_with(self._recordings):
             logits, state = self.method.step(self.net, state, x, valid)
         return logits[:, :batch], state
@@ -216,24 +237,38 @@ class Recordings:
         return static, results, self._record(run)
 
 
-def cuda_graphs() -> Recorder:
-    """Record work as CUDA graphs that share their memory, as they never run at the same time."""
-    pool = torch.cuda.graph_pool_handle()
+def cuda_graphs(device: torch.device) -> Recorder:
+    """Record work on a device as CUDA graphs that share their memory, as they never run at the same time."""
+    with torch.cuda.device(device):
+        # Always the same stream of this device. By default torch captures on a stream of the first device it used.
+        pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(work: Work) -> Work:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # Capture this thread only: others may pin memory for the next batch at the same time.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            work()
+        with _recording, torch.cuda.device(device):
+            main, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(main)
+            try:
+                # If the capture fails, `torch.cuda.graph` leaves the thread on its stream, and this context does not.
+                with torch.cuda.stream(side):
+                    for _ in range(WARM_UP):
+                        work()
+                    try:
+                        # Capture this thread only: others may pin memory for the next batch at the same time.
+                        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                            work()
+                    except Exception as error:
+                        # The end of a failed capture raises, too, and does not say why.
+                        raise (error.__context__ or error) from None
+            finally:
+                main.wait_stream(side)  # before the memory of the work serves again
         return graph.replay
 
     return record
+
+
+def _pad(x: Tensor, short: int) -> Tensor:
+    """Copy a batch (S, B, ...), with ``short`` more images that are zero."""
+    return nn.functional.pad(x, [0, 0] * (x.dim() - 2) + [0, short])
 
 
 def _setting(net: Backbone, x: Tensor) -> tuple[Any, ...]:
@@ -300,11 +335,11 @@ class SideStream:
         """Do work that may read everything computed so far; its result may be used after `join`."""
         if self._side is None:
             return work()
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(torch.cuda.current_stream(self._side.device))
         with torch.cuda.stream(self._side):
             return work()
 
     def join(self) -> None:
         """Let the main work wait for the branch."""
         if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+            torch.cuda.current_stream(self._side.device).wait_stream(self._side)

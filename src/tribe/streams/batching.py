@@ -186,11 +186,14 @@ class Runner:
             logits, state = self.method.predict_and_advance(self.net, state, group.x, group.valid)
             filtered = Pipeline.of(self.method).filter is not None
             return logits, scatter(state, group.entries, len(states), copy=False) if filtered else None
-        steps = self._steps_of(group.x.shape) if self.padded else self.unpadded
+        steps = self._steps_of(group.x.shape)
         if group.entries == 1 and not self._copies:
             logits, state = steps(states[0], group.x, group.valid, retired)
             return logits, [state]
         logits, state = steps(gather(states, group.entries), group.x, group.valid, retired)
+        if self.padded and steps.capture_disabled_reason is not None:  # the other shapes need not try
+            self.unpadded.capture_disabled_reason = steps.capture_disabled_reason
+            self._padded.clear()
         copy = self._copies and steps.capture_disabled_reason is None
         return logits, scatter(state, group.entries, len(states), copy)
 
@@ -232,7 +235,9 @@ class Runner:
         self._padded.clear()
 
     def _steps_of(self, shape: torch.Size) -> Steps:
-        """The steps for groups of this shape: each shape is recorded once."""
+        """The steps for groups of this shape: each shape is recorded once, if steps are captured at all."""
+        if not self.padded or self.unpadded.capture_disabled_reason is not None:
+            return self.unpadded
         if shape not in self._padded:
             self._padded[shape] = Steps(self.method, self.net, *self._options)
         self._padded.move_to_end(shape)
