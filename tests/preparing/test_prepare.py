@@ -8,27 +8,14 @@ import pytest
 import tribe
 from commands import succeeded
 from commands import tribe_command as command
-from tribe.core.backbone import Backbone
 from tribe.health.playing import Lengths
 from tribe.health.prepared import Prepared, PreparedError
 from tribe.io import tensors as tensor_file
 from tribe.testing import small_network
-from watching import digits, digits_network
+from watching import SOME, digits
 
 COUNT = 300
 LENGTHS = "tribe.preparing.preparing.choose_lengths"
-SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}
-
-
-@pytest.fixture(scope="module")
-def net():
-    return Backbone(digits_network())
-
-
-@pytest.fixture(scope="module")
-def prepared(net):
-    names = tuple(map(str, range(10)))
-    return tribe.prepare(net, *digits(0, COUNT), class_names=names, method="bank", **SOME)
 
 
 def test_the_card_says_what_to_expect(prepared, net):
