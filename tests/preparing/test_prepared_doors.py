@@ -74,17 +74,17 @@ def test_versions_have_a_prepared_file_each(path, prepared, tmp_path):
     other = Backbone(net).fingerprint(exact=False)
     second = tmp_path / "net2.tribe"
     replace(prepared, network=other, calibration=replace(prepared.calibration, network=other)).save(second)
-    with serving(path, "--weights", f"1={files[0]}", "--weights", f"2={files[1]},{second}") as url:
-        with Client(url) as client:
-            x, *rest = bursts()
-            assert client.infer("cam", x.numpy()).facts["model_version"] == "1"
-            assert client.control("move", "cam", version="2")["version"] == "2"
-            for part in rest:
-                assert client.infer("cam", part.numpy()).facts["model_version"] == "2"
-            assert httpx.get(f"{url}/v1/streams/cam").json()["accuracy"] > 0.5
-            fleet = tribe.fleet(net, second)
-            fresh = client.infer("gate", x.numpy(), version="2")
-            assert torch.allclose(torch.tensor(fresh.logits), fleet({"gate": x})["gate"], atol=1e-4)
+    both = "--weights", f"1={files[0]}", "--weights", f"2={files[1]},{second}"
+    with serving(path, *both) as url, Client(url) as client:
+        x, *rest = bursts()
+        assert client.infer("cam", x.numpy()).facts["model_version"] == "1"
+        assert client.control("move", "cam", version="2")["version"] == "2"
+        for part in rest:
+            assert client.infer("cam", part.numpy()).facts["model_version"] == "2"
+        assert httpx.get(f"{url}/v1/streams/cam").json()["accuracy"] > 0.5
+        fleet = tribe.fleet(net, second)
+        fresh = client.infer("gate", x.numpy(), version="2")
+        assert torch.allclose(torch.tensor(fresh.logits), fleet({"gate": x})["gate"], atol=1e-4)
     for given in (f"2={files[1]},{path}", f"2={files[1]}"):
         refused = command("serve", path, "--weights", f"1={files[0]}", "--weights", given, "--port", "0")
         assert_refused(refused, "another network" if "," in given else "prepared file")
