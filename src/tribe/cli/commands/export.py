@@ -89,8 +89,8 @@ def export_command(
         else:
             net, sizes = _network(target, weights, shape)
         given: Any = net if state is None else tribe.load(state, net)
-        known = {"prepared": target} if prepared else {}
-        export(given, out, sizes, time=time, opset=opset, **known, **options, **fields)
+        known = target if prepared else None
+        export(given, out, sizes, prepared=known, time=time, opset=opset, **options, **fields)
         if kind == "float16":
             quantize(out, out, "float16")
         elif images is not None:
