@@ -53,6 +53,7 @@ QUICK = 4  # a quick one takes this part of it
 LEAST_STRETCH, LEAST_MIXED = 125, 32  # images of each condition, however slow the network is
 BATCHES = (64, 1)  # sizes of batches whose cost is measured
 ROUNDS, BLOCK = 5, 0.02  # of a measurement of costs; seconds of a timing
+NEARLY = 1.1  # a budget is kept to so much: two measurements differ by as much
 FIT = 0.3  # seconds that the fit of a calibration takes, whatever the network
 EVERY = 15.0  # seconds between two writes of what was done
 
@@ -306,7 +307,7 @@ def _dear(costs: Sequence[Cost], budget: float | None) -> list[str]:
     if budget is None:
         return []
     ratios = {cost.batch: cost.adapting / cost.plain for cost in costs}
-    if over := [f"{ratio:.1f} x in batches of {batch}" for batch, ratio in ratios.items() if ratio > budget]:
+    if over := [f"{ratio:.1f} x in batches of {batch}" for batch, ratio in ratios.items() if ratio > NEARLY * budget]:
         words = f"it is measured in batches of {BATCHES[0]}, and the smaller batch and network are, the more each costs"
         return [f"more than the budget of {budget:g}: {', '.join(over)}; {words}"]
     return []
