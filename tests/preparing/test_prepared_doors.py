@@ -16,8 +16,10 @@ import tribe
 from commands import assert_refused, succeeded
 from commands import tribe_command as command
 from processes import Process
+from tribe.cli.commands.serve import NamedWeights, _further
 from tribe.core.backbone import Backbone
 from tribe.serve import Client
+from tribe.serve.config import Policy
 from watching import digits, digits_network
 
 
@@ -85,6 +87,10 @@ def test_versions_have_a_prepared_file_each(path, prepared, tmp_path):
         fleet = tribe.fleet(net, second)
         fresh = client.infer("gate", x.numpy(), version="2")
         assert torch.allclose(torch.tensor(fresh.logits), fleet({"gate": x})["gate"], atol=1e-4)
+    options = {"policy": Policy(demote=True, exact=True), "shadow": False, "health": False, "guard": False}
+    further = _further("compact", [NamedWeights("2", files[1], second)], prepared, options, {})["2"]
+    assert further.shadow.demote, "the policy is of all versions"
+    assert further.unbatched_reason is not None
     for given in (f"2={files[1]},{path}", f"2={files[1]}"):
         refused = command("serve", path, "--weights", f"1={files[0]}", "--weights", given, "--port", "0")
         assert_refused(refused, "another network" if "," in given else "prepared file")
