@@ -16,6 +16,7 @@ import tribe.onnx
 from places import SHARED
 from tribe import models
 from tribe.core.state import leaves
+from tribe.onnx.graph import ModelGraph, Options
 from tribe.testing import images
 
 SIZES = (1, 7, 64)  # of batches
@@ -105,6 +106,19 @@ def test_marks_bad_images_and_a_time_filter_agree_with_torch(session):
     assert_same_state(ours, adapter)
     assert ours.info().skipped == adapter.info[0].skipped > 0
     assert on, "the filter was never on"
+
+
+def test_the_graph_holds_the_plain_time_filter_too():
+    """The graph of a file, run by torch: files of tests hold the filter that is checked."""
+    adapter = tribe.adapt(digits_network(), "bank", compare=0, time="auto")
+    x, y = digits(200)
+    x, state = x[y.argsort()], leaves(adapter.state)
+    graph = ModelGraph(adapter.net, adapter.method.method, adapter.method.filter, Options()).eval()
+    for batch in x.split(100):
+        logits, *after = graph(batch, *(state[name] for name in graph.names))
+        state |= dict(zip(graph.names, after, strict=False))
+        assert torch.allclose(logits, adapter(batch), atol=1e-3)
+    assert adapter.time[0].on
 
 
 def test_the_adaptation_of_many_classes_agrees_with_torch(tmp_path):

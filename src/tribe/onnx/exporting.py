@@ -38,7 +38,7 @@ from tribe.streams.adapter import Adapter
 
 OPSET, MOST_BYTES = 18, 2**26  # of a state that a file begins with
 INSTEAD = "tribe.onnx.export(net, ...), or an adapter of tribe.adapt(net, 'bank', compare=0), follows the stream in one"
-ALONE = "export a bank without it"
+ALONE = "give the network and prepared=, or export a bank without it"
 
 
 class ExportParts(NamedTuple):
