@@ -10,6 +10,8 @@ from tribe.health.martingale import LEVELS, Reference
 from tribe.health.regression import GaussianProcess
 from tribe.testing import CLASSES, images
 
+SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}  # a preparation of seconds
+
 
 def pictures(streams, batch, seed=0):
     """Images (S, B, 3, 8, 8) with structure: noise, smoothed, over a gradient."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from exported import digits, digits_network
+from exported import digits, digits_network, prepared
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -273,6 +273,30 @@ def test_the_command_writes_a_file_from_a_state(tmp_path, monkeypatch):
     assert report["bytes"] == (tmp_path / "net.onnx").stat().st_size
     assert Session("net.onnx").info().images == 8
     assert (tmp_path / report["triton"] / "1" / "model.onnx").is_file()
+
+
+def test_the_command_writes_what_is_prepared_as_far_as_one_pass_goes(tmp_path, monkeypatch):
+    """Against torch with the same settings, less what the command names; the file of a state goes on in torch."""
+    from test_parity import assert_parity
+
+    from commands import assert_refused, succeeded, tribe_command
+
+    monkeypatch.chdir(tmp_path)
+    prepared().save("net.tribe")
+    said = " ".join(succeeded(tribe_command("export", "net.tribe", "net.onnx")).stdout.split())
+    for words in ("learn_every=8", "compare=32", "checks of frames"):
+        assert words in said
+    ours, (x, y) = Session("net.onnx", threads=1), digits(256)
+    assert len(ours.differs) == 3
+    assert (ours.header["method"], ours.header["options"]["frames"]) == ("bank+time-checked", True)
+    theirs = tribe.adapt(digits_network(), "bank", compare=0, time="time-checked")
+    assert_parity(ours, theirs, x[y.argsort()].split([1, 7, 64, 184]))
+    assert theirs.time[0].on
+    ours.save("state")
+    assert_parity(ours, tribe.load("state", digits_network()), [x[:20]])
+    assert_refused(tribe_command("export", "net.tribe", "--time", "auto"), "--time")
+    with pytest.raises(ValueError, match="another network"):
+        export(small_network(), "other.onnx", prepared="net.tribe")
 
 
 def test_the_command_refuses_in_words(tmp_path, monkeypatch):

@@ -2,33 +2,22 @@
 
 import dataclasses
 import json
+import warnings
 
 import pytest
 
 import tribe
 from commands import succeeded
 from commands import tribe_command as command
-from tribe.core.backbone import Backbone
 from tribe.health.playing import Lengths
-from tribe.health.prepared import Prepared, PreparedError
+from tribe.health.prepared import Cost, Prepared, PreparedError
 from tribe.io import tensors as tensor_file
+from tribe.preparing.preparing import _dear
 from tribe.testing import small_network
-from watching import digits, digits_network
+from watching import SOME, digits
 
 COUNT = 300
 LENGTHS = "tribe.preparing.preparing.choose_lengths"
-SOME = {"corruptions": ("shot_noise", "fog", "spatter"), "quick": True}
-
-
-@pytest.fixture(scope="module")
-def net():
-    return Backbone(digits_network())
-
-
-@pytest.fixture(scope="module")
-def prepared(net):
-    names = tuple(map(str, range(10)))
-    return tribe.prepare(net, *digits(0, COUNT), class_names=names, method="bank", **SOME)
 
 
 def test_the_card_says_what_to_expect(prepared, net):
@@ -76,6 +65,43 @@ def test_one_door(prepared, net, tmp_path):
     fleet = tribe.fleet(net, path)
     fleet({"door": images})
     assert fleet.health("door").accuracy == pytest.approx(health.accuracy, abs=1e-6)
+
+
+def play(model, images):
+    for x in images.split(16):
+        model(x)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: (x - 0.13) / 0.31, "deviation"),
+        (lambda x: x / 255, "deviation"),
+        (lambda x: x[..., 2:-2, 2:-2], "shape"),
+    ],
+)
+def test_images_unlike_those_of_the_preparation_are_told_once(prepared, net, change, words):
+    x, _ = digits(300, 80)
+    for build in (tribe.adapt, tribe.fleet):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            usual = build(net, prepared)
+            usual(x if build is tribe.adapt else {"cam": x})
+        model, given = build(net, prepared), change(x)
+        with pytest.warns(UserWarning, match="unlike") as told:
+            play(model if build is tribe.adapt else lambda x, m=model: m({"cam": x}), given)
+        assert [words in str(one.message) for one in told if "unlike" in str(one.message)] == [True]
+
+
+def test_the_card_names_what_is_lost_and_where_the_budget_does_not_hold(prepared):
+    card = prepared.card
+    worse = [row._replace(adapting=row.source + 0.02 * (row.corruption == "fog")) for row in card.rows]
+    lines = str(dataclasses.replace(card, rows=tuple(worse))).splitlines()
+    assert [line.split()[0] for line in lines if "loses 2.0" in line] == ["fog"]
+    (note,) = _dear([Cost(64, 1.0, 1.4), Cost(1, 1.0, 3.6)], 1.5)
+    assert "3.6 x in batches of 1;" in note
+    assert "1.4 x" not in note
+    assert _dear([Cost(64, 1.0, 1.4)], 1.5) == _dear([Cost(1, 1.0, 9.0)], None) == []
 
 
 def test_settings_beside_a_file_are_refused(prepared, net):

@@ -58,6 +58,15 @@ def test_workers_and_redis_reach_nothing_outside_and_prometheus_asks_every_worke
         assert f'server {name} "${{TRIBE_{name.upper()}-127.0.0.1}}:{ports[name]}"' in text
 
 
+def test_what_is_served_is_prepared():
+    workers = [service for name, service in SERVICES.items() if name.startswith("worker")]
+    assert [service["command"][0] for service in workers] == ["/models/net.tribe"] * 2
+    assert all("models:/models" in service["volumes"] for service in (*workers, SERVICES["prepare"]))
+    assert "prepare" in workers[0]["depends_on"]
+    assert "tribe prepare --out /models/net.tribe" in SERVICES["prepare"]["entrypoint"][-1]
+    assert re.search(r"^ExecStart=\S+ serve /etc/tribe/net.tribe ", UNIT, re.MULTILINE)
+
+
 def test_redis_keeps_what_it_is_given():
     words = SERVICES["redis"]["command"]
     told = dict(zip(words[1::2], words[2::2], strict=True))

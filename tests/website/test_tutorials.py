@@ -26,7 +26,12 @@ def test_lines_that_differ_in_more_than_numbers_are_found():
 
 
 def test_five_minutes(nowhere, tmp_path):
-    run_page("start.md", tmp_path, skip=("make run", "tribe report runs -o report.html"))
+    install = (
+        "python3 -m venv .venv",
+        ".venv/bin/pip install -c constraints.txt -e '.[dev]'",
+        "source .venv/bin/activate",
+    )
+    run_page("start.md", tmp_path, skip=(*install, "make run", "tribe report runs -o report.html"))
 
 
 @pytest.mark.slow  # trains a network, plays 5,000 images

@@ -10,7 +10,11 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from tribe.core.backbone import Backbone
+from tribe.core.validation import warn
 from tribe.health.calibration import NAME, Calibration
 from tribe.io import tensors as tensor_file
 from tribe.io.json_files import check
@@ -20,6 +24,9 @@ from tribe.methods.encoding import method_for_file, method_from_file
 
 SUFFIX = ".tribe"  # a method's name that ends in it is a file
 AGAIN = "make it again with tribe prepare"
+LOSS = 0.005  # a corruption is marked on the card where adapting loses more
+FIRST = 32  # images of a deployment that are compared with those of the preparation
+FAR, WIDE, NARROW = 2.0, 2.5, 0.2  # of the mean, in deviations; of the deviation, as a multiple: beyond any weather
 
 
 class PreparedError(tensor_file.TensorFileError):
@@ -47,6 +54,49 @@ class Inputs(NamedTuple):
     high: float
     mean: tuple[float, ...]  # of each channel
     std: tuple[float, ...]
+
+
+class InputWatch:
+    """Compare the first images of a deployment with those of its preparation; warn once."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self._pixels, self._count, self.done = inputs, list[Tensor](), 0, False
+
+    def __call__(self, x: Tensor, unused: Tensor | None) -> None:
+        """Look at images (S, B, ...); those that are ``unused`` (S, B) are bad or padding."""
+        if self.done:
+            return
+        own = (x.flatten(0, 1) if unused is None else x[~unused])[: FIRST - self._count]
+        self._pixels.append(own.movedim(1, 0).flatten(1).double().cpu())
+        self._count += len(own)
+        if self._count < FIRST:
+            return
+        self.done, pixels, self._pixels = True, torch.cat(self._pixels, 1), []
+        if words := self._differences(tuple(own.shape[1:]), pixels):
+            warn(
+                f"the first {FIRST} images are unlike those that the network was prepared with: {'; '.join(words)}. "
+                f"Are they prepared in another way (normalised twice, resized)? If not, {AGAIN}"
+            )
+
+    def _differences(self, shape: tuple[int, ...], pixels: Tensor) -> list[str]:
+        """Return words on the shape of images, and on the pixels (C, N) of each channel."""
+        known, words = self.inputs, list[str]()
+        if shape != known.shape:
+            words.append(f"their shape is {shape}, and was {known.shape}")
+        low, high, room = pixels.min().item(), pixels.max().item(), 0.5 * (known.high - known.low)
+        if low < known.low - room or high > known.high + room:
+            words.append(f"they reach from {low:.3g} to {high:.3g}, and did from {known.low:.3g} to {known.high:.3g}")
+        if shape[0] == len(known.mean):
+            mean, std = pixels.mean(1), pixels.std(1)
+            usual, spread = torch.tensor([known.mean, known.std], dtype=torch.float64).clamp_min(1e-6)
+            far, share = ((mean - usual).abs() / spread).max(), std / spread
+            if far > FAR or share.max() > WIDE or share.min() < NARROW:
+                ours, theirs = (
+                    " and ".join("/".join(f"{v:.2f}" for v in t.tolist()) for t in pair)
+                    for pair in ((mean, std), (usual, spread))
+                )
+                words.append(f"their mean and deviation are {ours}, and were {theirs}")
+        return words
 
 
 class CardRow(NamedTuple):
@@ -100,7 +150,8 @@ class Card:
         width = len(lines[0]) - len("source  adapting")
         rows = [(row.corruption, row.source, row.adapting) for row in self.rows]
         for name, source, adapting in (*rows, ("mean of the corruptions", *mean_errors(self.rows))):
-            lines.append(f"{name:{width}}{100 * source:6.1f}{100 * adapting:10.1f}")
+            lost = f"  loses {100 * (adapting - source):.1f}" if adapting - source > LOSS else ""
+            lines.append(f"{name:{width}}{100 * source:6.1f}{100 * adapting:10.1f}{lost}")
         for cost in self.costs:
             lines.append(
                 f"batch of {cost.batch}: {cost.adapting:.2f} ms an image, {cost.adapting / cost.plain:.2f} x plain "

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -20,9 +21,11 @@ from tribe.core.bounds import bounded
 from tribe.core.state import leaves
 from tribe.fields import is_whole
 from tribe.filters import TimeFilter
+from tribe.filters.checked import Checked
 from tribe.filters.markov import Markov
+from tribe.health.prepared import Prepared, check_alone
 from tribe.io.files import check_file, write_atomically
-from tribe.methods import AnyMethod, Pipeline
+from tribe.methods import AnyMethod, Pipeline, get_fields
 from tribe.methods.bank import Bank
 from tribe.methods.building import backbone_for, build_method, check_network
 from tribe.methods.encoding import method_for_file
@@ -35,7 +38,7 @@ from tribe.streams.adapter import Adapter
 
 OPSET, MOST_BYTES = 18, 2**26  # of a state that a file begins with
 INSTEAD = "tribe.onnx.export(net, ...), or an adapter of tribe.adapt(net, 'bank', compare=0), follows the stream in one"
-ALONE = "export a bank without it"
+ALONE = "give the network and prepared=, or export a bank without it"
 
 
 class ExportParts(NamedTuple):
@@ -45,6 +48,7 @@ class ExportParts(NamedTuple):
     method: AnyMethod
     state: Any
     frozen: bool
+    differs: tuple[str, ...] = ()  # from the prepared file
 
     @property
     def bank(self) -> Bank:
@@ -62,8 +66,9 @@ class ExportParts(NamedTuple):
 def export(
     model: nn.Module | Backbone | Adapter,
     path: str | PathLike[str],
-    shape: Sequence[int],
+    shape: Sequence[int] | None = None,
     *,
+    prepared: Prepared | str | PathLike[str] | None = None,
     time: str | TimeFilter | None = None,
     valid: bool = False,
     uint8: bool = False,
@@ -78,7 +83,9 @@ def export(
         model: an adapter with one stream of method `bank` with compare=0, and perhaps a time filter: the file begins
             with its state. Or a network, which gets that method.
         path: the file to write.
-        shape: of an image, (C, H, W).
+        shape: of an image, (C, H, W). None: that of the prepared file.
+        prepared: a prepared file for a network, `tribe.prepare`: the file adapts as it says, as far as one forward pass
+            goes, with the frame checks of its guard. `tribe.onnx.Session.differs` names what it leaves out.
         time: a time filter for a network, as for `tribe.adapt`.
         valid: the file takes marks of real images (N,), False for padding.
         uint8: it takes images of 0 to 255, and divides them by 255.
@@ -91,7 +98,15 @@ def export(
         ModelFileError: the method needs more than a forward pass, or a layer of the network cannot be traced.
     """
     check_file(path)
-    source = _source(model, time, fields)
+    known = Prepared.of(prepared)
+    if known is not None:
+        check_alone(time=time, **fields)
+        source, skips = _prepared_source(model, known)
+        shape, frames = shape or known.inputs.shape, frames or skips
+    else:
+        source = _source(model, time, fields)
+    if shape is None:
+        raise ValueError("shape is that of an image, (C, H, W): a network does not say it")
     options = Options(valid, uint8, frames, source_logits)
     images = _example(source, shape, uint8)
     graph = ModelGraph(source.net, source.bank, source.filter, options).eval()
@@ -123,6 +138,38 @@ def _source(model: Any, time: str | TimeFilter | None, fields: Mapping[str, Any]
         check_network(net, method)
         _check_method(method)
         source = ExportParts(net, method, method.init(net), False)
+    return _checked(source)
+
+
+def _prepared_source(model: Any, prepared: Prepared) -> tuple[ExportParts, bool]:
+    """Return the parts of a model file that adapts as a prepared file says, and whether it checks frames."""
+    if isinstance(model, Adapter):
+        raise TypeError("a prepared file is for a network, and this is an adapter: give one or the other")
+    net = model if isinstance(model, Backbone) else Backbone(model)
+    parts = Pipeline.of(prepared.build(net))
+    method, guard, differs = parts.method, parts.guard, list[str]()
+    if isinstance(method, Bank):
+        given = get_fields(method)
+        if given.get("learn_every"):
+            differs.append(f"it does not learn by gradients (learn_every={given['learn_every']})")
+        if method.compare:
+            differs.append(
+                f"it does not compare itself with the source (compare={method.compare}), nor remember places"
+            )
+        kept = {field.name: given[field.name] for field in dataclasses.fields(Bank)} | {"compare": 0}
+        method = Bank(**kept)
+    skips = guard is not None and guard.acts and guard.skip
+    if guard is not None:
+        words = "of the guard it has the checks of frames alone, image by image" if skips else "it has no guard"
+        leans = "" if getattr(guard, "lean_half", None) is None else "does not lean on the source, "
+        differs.append(f"{words}: it {leans}does not go back, raises no alarm and estimates no accuracy")
+    built: AnyMethod = method if parts.filter is None else Pipeline(method, filter=parts.filter)
+    _check_method(built)
+    return _checked(ExportParts(net, built, built.init(net), False, tuple(differs))), skips
+
+
+def _checked(source: ExportParts) -> ExportParts:
+    """Return the parts, or refuse their network."""
     net = source.net
     if not net.has_statistics:
         raise ModelFileError(
@@ -149,7 +196,7 @@ def _check_method(method: AnyMethod) -> None:
         raise ModelFileError(
             f"{parts.guard.name!r} cannot be in a model file: {ALONE}; frames=True has its frame checks"
         )
-    if parts.filter is not None and (type(parts.filter) is not Markov or parts.filter.uses_batch):
+    if parts.filter is not None and (type(parts.filter) not in (Markov, Checked) or parts.filter.uses_batch):
         raise ModelFileError(f"the time filter {parts.filter!r} cannot be in a model file; time='auto' can")
 
 
@@ -217,6 +264,7 @@ def _metadata(
         "shape": list(shape),
         "options": options._asdict(),
         "frozen": source.frozen,
+        "differs": list(source.differs),
         "moving": moving,
         "state": _described(source),
         "shapes": {name: list(t.shape) for name, t in first.items()},

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan
 
 from tribe.core.backbone import Backbone
+from tribe.core.state import leaves
+from tribe.filters.checked import Checked, CheckedState
 from tribe.filters.markov import Markov, MarkovState
 from tribe.health.frames import FrameRules, FrameState, judge, start_frames
 from tribe.methods.bank import Bank
@@ -36,7 +38,8 @@ class ModelGraph(nn.Module):
         self.step, self.filter, self.options, self.rules = OnePass(net, bank), filter, options, FrameRules()
         prefix = "" if filter is None else "method."
         moves = {prefix + name: name for name in MOVES}
-        filtered = [] if filter is None else [f"filter.{name}" for name in MarkovState._fields]
+        none = torch.empty(0)
+        filtered = [] if filter is None else [*leaves(filter.init(1, bank.class_count, none), "filter.")]
         self.bank_names, self.filter_names = moves, filtered
         self.names = [*moves, *filtered, *(FRAMES if options.frames else ())]  # of the state's tensors, in order
 
@@ -86,13 +89,20 @@ class ModelGraph(nn.Module):
 
         def one(before: Sequence[Tensor], image: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
             z, counted = image
-            filtered = rule.step(MarkovState(*before), z[None, None], counted[None, None])
-            after = tuple(t + 0 for t in filtered.state)  # none may be what is given
+            filtered = rule.step(filter_state(rule, before), z[None, None], counted[None, None])
+            after = tuple(t + 0 for t in leaves(filtered.state).values())  # none may be what is given
             return after, (filtered.logits[0, 0], filtered.used[0, 0])
 
         begun = tuple(state[name] for name in self.filter_names)
         after, (answers, used) = scan(one, begun, (logits, valid))
         return torch.where(used.unsqueeze(1), answers, logits), dict(zip(self.filter_names, after, strict=True))
+
+
+def filter_state(rule: Markov, tensors: Sequence[Tensor]) -> Any:
+    """Return the state of a time filter, from its tensors in order."""
+    count = len(MarkovState._fields)
+    markov = MarkovState(*tensors[:count])
+    return CheckedState(markov, *tensors[count:]) if isinstance(rule, Checked) else markov
 
 
 def first_frames() -> dict[str, Tensor]:

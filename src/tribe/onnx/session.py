@@ -164,6 +164,11 @@ class Session:
             return self._streams[stream]
 
     @property
+    def differs(self) -> tuple[str, ...]:
+        """What differs from the prepared file that the file was exported with."""
+        return tuple(self.header.get("differs", ()))
+
+    @property
     def state_bytes(self) -> int:
         """The memory of a stream's state."""
         return sum(t.nbytes for t in self._start.values())

@@ -52,7 +52,9 @@ MOST_SECONDS = 300.0  # ... and at most so long, on a large network
 QUICK = 4  # a quick one takes this part of it
 LEAST_STRETCH, LEAST_MIXED = 125, 32  # images of each condition, however slow the network is
 BATCHES = (64, 1)  # sizes of batches whose cost is measured
-ROUNDS = 5  # of a measurement of costs
+ROUNDS, BLOCK = 5, 0.02  # of a measurement of costs; seconds of a timing
+NEARLY = 1.1  # a budget is kept to so much: two measurements differ by as much
+FIT = 0.3  # seconds that the fit of a calibration takes, whatever the network
 EVERY = 15.0  # seconds between two writes of what was done
 
 PART = tensor_file.Kind(
@@ -112,6 +114,7 @@ def prepare(
         origin: names of the network and of the data, for commands that build it again.
         progress: called after every batch, with how many are done and how many there are.
     """
+    start = monotonic()
     net = model if isinstance(model, Backbone) else Backbone(model)
     if isinstance(images, Tensor) and images.dtype == torch.uint8:
         images = images.float() / 255
@@ -128,7 +131,7 @@ def prepare(
     asked = [method if isinstance(method, str | None) else describe(method), budget, time, conditions, quick, seed]
     part = None if path is None else Part(path, net, images, labels, asked)
     found = None if part is None else part.read()
-    begun = _begin(net, images, method, budget, time, conditions, quick) if found is None else found[0]
+    begun = _begin(net, images, method, budget, time, conditions, quick, start) if found is None else found[0]
     player = Player(
         net,
         begun.method,
@@ -149,7 +152,7 @@ def prepare(
         **describe(begun.method),
         calibration=calibration,
         inputs=describe_inputs(images),
-        card=_card(player, streams, calibration, [*doubts, *begun.notes]),
+        card=_card(player, streams, calibration, [*doubts, *begun.notes], budget if method is None else None),
         class_names=names,
         origin=dict(origin or {}),
     )
@@ -167,9 +170,10 @@ def _begin(
     time: str | None,
     conditions: Sequence[Condition],
     quick: bool,
+    start: float,
 ) -> Begun:
     built, notes = choose(net, images, method, Budget.of(budget), time)
-    return Begun(built, choose_lengths(net, built, images, conditions, quick), notes)
+    return Begun(built, choose_lengths(net, built, images, conditions, quick, start), notes)
 
 
 def choose(
@@ -205,9 +209,13 @@ def _guarded(net: Backbone, images: Tensor, method: str | AnyMethod, time: str |
 
 
 def choose_lengths(
-    net: Backbone, method: AnyMethod, images: Tensor, conditions: Sequence[Condition], quick: bool
+    net: Backbone, method: AnyMethod, images: Tensor, conditions: Sequence[Condition], quick: bool, start: float
 ) -> Lengths:
-    """Return how many images of each condition are played, so that it takes at most the promised time."""
+    """Return how many images of each condition are played, so that all takes at most the promised time.
+
+    What was done since the ``start`` counts (the fit of the guard, the choice of the method), and what follows: the fit
+    of the calibration, the measurement of costs.
+    """
     some = images[: BATCHES[0]]
     x = some.unsqueeze(0).to(net.device)
     state = method.init(net)
@@ -219,10 +227,13 @@ def choose_lengths(
     for call in calls.values():
         warm_up(call, net.device, 1)
     plain, step, corrupt = (seconds(call, 2, net.device) for call in calls.values())
+    later = FIT + len(BATCHES) * (ROUNDS + 3) * sum(max(BLOCK, t) for t in (plain, step * _period(method)))
     plain, step, corrupt = plain / len(some), step / len(some), corrupt / len(conditions)
     whole = min(TIMES * IMAGES * plain, MOST_SECONDS) / (QUICK if quick else 1)
-    each = whole / (step + 1.25 * plain + corrupt) / len(conditions)  # images of a condition, in all streams
-    share = min(each / (MIXED + (len(ORDERS) - 1) * STRETCH), 1.0)
+    each = (
+        (whole - later - (monotonic() - start)) / (step + 1.25 * plain + corrupt) / len(conditions)
+    )  # images of a condition, in all streams
+    share = max(min(each / (MIXED + (len(ORDERS) - 1) * STRETCH), 1.0), 0.0)
     return Lengths(max(int(share * STRETCH), LEAST_STRETCH), max(int(share * MIXED), LEAST_MIXED))
 
 
@@ -245,7 +256,6 @@ def measure_costs(net: Backbone, method: AnyMethod, images: Tensor) -> tuple[Cos
     for batch in BATCHES:
         x = images[:batch].to(net.device)
         state, model = method.init(net), net.plain(*net.source())
-        period = getattr(Pipeline.of(method).method, "learn_every", 1) or 1
 
         def step(x: Tensor = x) -> None:
             nonlocal state
@@ -254,10 +264,15 @@ def measure_costs(net: Backbone, method: AnyMethod, images: Tensor) -> tuple[Cos
         calls: dict[str, Callable[[], object]] = {"plain": torch.no_grad()(lambda x=x, m=model: m(x)), "adapting": step}
         for call in calls.values():
             warm_up(call, net.device, 2)
-        times = time_in_turns(calls, ROUNDS, net.device, periods={"adapting": min(period, 64)})
+        times = time_in_turns(calls, ROUNDS, net.device, block=BLOCK, periods={"adapting": _period(method)})
         plain, adapting = (1000 * median(times[name]) / batch for name in calls)
         costs.append(Cost(batch, plain, adapting))
     return tuple(costs)
+
+
+def _period(method: AnyMethod) -> int:
+    """Return after how many batches the cost of a batch repeats."""
+    return min(getattr(Pipeline.of(method).method, "learn_every", 1) or 1, 64)
 
 
 def describe_inputs(images: Tensor) -> Inputs:
@@ -266,18 +281,36 @@ def describe_inputs(images: Tensor) -> Inputs:
     return Inputs(tuple(images.shape[1:]), float(images.min()), float(images.max()), tuple(mean), tuple(std))
 
 
-def _card(player: Player, streams: Sequence[Labelled], calibration: Calibration | None, notes: Sequence[str]) -> Card:
+def _card(
+    player: Player,
+    streams: Sequence[Labelled],
+    calibration: Calibration | None,
+    notes: Sequence[str],
+    budget: float | None,
+) -> Card:
     net, rows = player.net, measure_rows(player, streams)
+    costs = measure_costs(net, player.method, player.images)
     return Card(
         rows=rows,
-        costs=measure_costs(net, player.method, player.images),
+        costs=costs,
         state_bytes=count_bytes(player.method.init(net)),
         labelled=calibration is not None,
         source_accuracy=None if calibration is None else calibration.accuracy,
         estimate_error=None if calibration is None else calibration.estimator.unseen,
         machine="a GPU" if net.device.type != "cpu" else f"{platform.machine()} with {torch.get_num_threads()} threads",
-        notes=(*notes, *_doubts(rows)),
+        notes=(*notes, *_dear(costs, budget), *_doubts(rows)),
     )
+
+
+def _dear(costs: Sequence[Cost], budget: float | None) -> list[str]:
+    """Return in which batches the budget does not hold."""
+    if budget is None:
+        return []
+    ratios = {cost.batch: cost.adapting / cost.plain for cost in costs}
+    if over := [f"{ratio:.1f} x in batches of {batch}" for batch, ratio in ratios.items() if ratio > NEARLY * budget]:
+        words = f"it is measured in batches of {BATCHES[0]}, and the smaller batch and network are, the more each costs"
+        return [f"more than the budget of {budget:g}: {', '.join(over)}; {words}"]
+    return []
 
 
 def _doubts(rows: Sequence[CardRow]) -> list[str]:

@@ -22,7 +22,7 @@ from tribe.health.calibration import Calibration
 from tribe.health.changes import Comparison
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History, Kept, Past, RolledBack, Snapshot
-from tribe.health.prepared import Prepared, check_alone
+from tribe.health.prepared import InputWatch, Prepared, check_alone
 from tribe.health.report import Event, Health, Listener, StreamInfo
 from tribe.io import states
 from tribe.methods import AnyMethod, Pipeline
@@ -120,6 +120,7 @@ def adapt(
         deterministic=deterministic,
         pace=pace,
         shadow=shadow,
+        inputs=None if prepared is None else InputWatch(prepared.inputs),
     )
     return Adapter(core)
 
@@ -164,6 +165,7 @@ def load(
         deterministic=deterministic,
         pace=Pace(None, Deadline.of(deadline_ms)),
         shadow=shadow,
+        inputs=None if known is None else InputWatch(known.inputs),
     )
     state = states.state_from(path, saved.tensors, core.entry(NAME).state, core.classes)
     core.replace_state(NAME, state, frozen=saved.frozen, shadow=saved.modes)

@@ -25,6 +25,7 @@ from tribe.core.validation import Checks
 from tribe.fields import is_whole, require
 from tribe.filters import FilterInfo
 from tribe.health.history import History, Snapshot, Timeline, check_snapshot
+from tribe.health.prepared import InputWatch
 from tribe.health.report import AlarmLog, Event, Health, Listener, StreamInfo, describe_streams
 from tribe.io import states
 from tribe.io.states import Saved, StateFileError
@@ -70,6 +71,7 @@ class Streams(Histories):
         exact: bool = False,
         pace: Pace | None = None,
         shadow: Shadow | bool | None = None,
+        inputs: InputWatch | None = None,
     ) -> None:
         require(is_whole(streams, least=1), "streams is how many independent streams adapt, at least 1", streams)
         require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
@@ -89,6 +91,7 @@ class Streams(Histories):
         # Each shape of a group may cost a recording on a GPU, so groups are padded to a few shapes.
         padded = single is None and not exact and net.device.type != "cpu"
         self._runner = Runner(method, net, self.classes, graphs, deterministic, padded, copies=single is None)
+        self._inputs = inputs
         self.checks = Checks(net, found, getattr(Pipeline.of(method).guard, "skip", False))
         self._place = net.place  # device and precision of the states
         self._fingerprint: str | None = None  # of the network, computed for the first file
@@ -120,6 +123,8 @@ class Streams(Histories):
             frozen = {name: entry.frozen or hurries for name, entry in old.items()}
             for group in group_entries(arrived, frozen, self._size, self._runner.padded, self.unbatched_reason is None):
                 bad = self.checks.find_bad(group.x, group.valid)
+                if self._inputs is not None:
+                    self._inputs(group.x, group.unused(bad))
                 before = [self.table.on_device(old[name]) for name in group.names]
                 if self._single is not None and not group.frozen and self.table.lock.states:
                     self.table.lock.wait_for_older(before[0].state)

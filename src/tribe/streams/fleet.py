@@ -13,7 +13,7 @@ from tribe.filters import TimeFilter
 from tribe.health.calibration import Calibration
 from tribe.health.guard import Guard, resolve_guard
 from tribe.health.history import History
-from tribe.health.prepared import Prepared, check_alone
+from tribe.health.prepared import InputWatch, Prepared, check_alone
 from tribe.health.report import Health, Listener, StreamInfo, StreamReport, describe_streams
 from tribe.methods import AnyMethod, EmptyState, Pipeline
 from tribe.methods.building import build_method
@@ -87,6 +87,7 @@ def fleet(
         exact=exact,
         pace=pace,
         shadow=shadow,
+        inputs=None if prepared is None else InputWatch(prepared.inputs),
     )
 
 

@@ -12,9 +12,11 @@ import tribe
 from tribe.cli.arrays import read_images
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
+from tribe.cli.networks import load_network
 from tribe.cli.options import AsJson, Weights, parse_overrides, parse_shape
 from tribe.cli.output import messages, print_json, shown
 from tribe.data.models.weights import SHIPPED
+from tribe.health.prepared import SUFFIX
 from tribe.io.files import check_file, check_folder
 from tribe.onnx import Session, export, quantize, write_triton
 from tribe.onnx.exporting import OPSET
@@ -26,8 +28,16 @@ EXTRAS = {"valid": "valid", "uint8": "uint8", "frames": "frames", "source": "sou
 def export_command(
     target: Annotated[
         str,
-        typer.Argument(help="Network: a name (`tribe list models`), or file.py:attribute, a module."),
+        typer.Argument(
+            help="A prepared file, net.tribe; or a network: a name (`tribe list models`), or file.py:attribute."
+        ),
     ],
+    place: Annotated[
+        Path | None, typer.Argument(metavar="[OUT]", help="The file to write.", show_default="net.onnx")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Network of a prepared file that does not name it: file.py:attribute.")
+    ] = None,
     weights: Weights = None,
     out: Annotated[Path, typer.Option(help="The file to write.")] = Path("net.onnx"),
     shape: Annotated[
@@ -65,34 +75,52 @@ def export_command(
         if unknown := [word for word in extras or () if word not in EXTRAS]:
             raise ValueError(f"--with is {', '.join(EXTRAS)}; got {unknown[0]}")
         options: dict[str, Any] = {EXTRAS[word]: word in (extras or ()) for word in EXTRAS}
+        out = place or out
         check_file(out)
         if triton is not None:
             check_folder(triton)
-        net, sizes = _network(target, weights, shape)
         fields = parse_overrides(settings, ("bank",))["bank"]
         if state is not None and (fields or time is not None):
             raise ValueError("--state holds the fields and the time filter: leave out --set and --time")
-        model: Any = net if state is None else tribe.load(state, net)
-        export(model, out, sizes, time=time, opset=opset, **options, **fields)
+        if prepared := target.endswith(SUFFIX):
+            if state is not None or fields or time is not None:
+                raise ValueError(f"{target} says how the network adapts: leave out --state, --set and --time")
+            net, sizes = _prepared_network(Path(target), model, weights), None if shape is None else parse_shape(shape)
+        else:
+            net, sizes = _network(target, weights, shape)
+        given: Any = net if state is None else tribe.load(state, net)
+        known = target if prepared else None
+        export(given, out, sizes, prepared=known, time=time, opset=opset, **options, **fields)
         if kind == "float16":
             quantize(out, out, "float16")
         elif images is not None:
             x = read_images(images)
             quantize(out, out, "int8", np.round(255 * x).astype(np.uint8) if options["uint8"] else x)
-        place = None if triton is None else write_triton(out, triton, out.stem)
+        repository = None if triton is None else write_triton(out, triton, out.stem)
     session, size = Session(out), out.stat().st_size
     made = {
         **{name: session.header[name] for name in ("method", "fields", "fingerprint", "classes", "shape", "options")},
         **{"path": str(out), "bytes": size, "kind": kind, "state": session.state_bytes},
-        "triton": None if place is None else str(place),
+        "triton": None if repository is None else str(repository),
+        "differs": session.differs,
     }
     if as_json:
         print_json(made)
         return
     Console().print(shown(f"{out}, {size:,} bytes, {kind}, ONNX opset {opset}"), soft_wrap=True)
     Console().print(shown(f"method {made['method']}, a state of {made['state']:,} bytes a stream"), soft_wrap=True)
-    if place is not None:
-        Console().print(shown(f"{place}, for Triton"), soft_wrap=True)
+    for words in session.differs:
+        Console().print(shown(f"unlike {Path(target).name}: {words}"), soft_wrap=True)
+    if repository is not None:
+        Console().print(shown(f"{repository}, for Triton"), soft_wrap=True)
+
+
+def _prepared_network(path: Path, model: str | None, weights: Path | None) -> nn.Module:
+    """Return the network of a prepared file."""
+    name = model or tribe.Prepared.load(path).origin.get("model")
+    if name is None:
+        raise ValueError(f"{path} does not name its network: give --model file.py:attribute, as it was prepared with")
+    return load_network(name, weights)[0]
 
 
 def _network(target: str, weights: Path | None, shape: str | None) -> tuple[nn.Module, tuple[int, ...]]:

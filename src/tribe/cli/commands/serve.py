@@ -234,19 +234,18 @@ def _further(
     fields: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the versions after the first: networks, or fleets with a calibration of their own."""
-    found: dict[str, Any] = {}
+    found, policy, prepared = dict[str, Any](), options["policy"], isinstance(method, tribe.Prepared)
+    same = {"shadow": tribe.Shadow(begin=options["shadow"], demote=policy.demote), "exact": policy.exact}
     for name, file, health in given:
-        prepared = isinstance(method, tribe.Prepared)
         if (health is None) == (prepared or bool(options["health"])):
             words = f"all versions have a calibration or a prepared file ({name}=FILE,HEALTH), or none has one"
             raise ValueError(f"--weights {name}={file}: {words}")
         net, _ = load_network(model, file)
         found[name] = net
         if health is not None and prepared:
-            found[name] = tribe.fleet(net, health, shadow=options["shadow"])
+            found[name] = tribe.fleet(net, health, **same)
         elif health is not None:
-            shared = {name: options[name] for name in ("guard", "shadow")}
-            found[name] = tribe.fleet(net, method, health=health, **shared, **fields)
+            found[name] = tribe.fleet(net, method, health=health, guard=options["guard"], **same, **fields)
     return found
 
 

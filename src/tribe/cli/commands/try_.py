@@ -31,7 +31,7 @@ from tribe.trial.verdict import ERROR, MATTERS
 
 FRAMES: Sequence[str] = ("every", "stretch", "skip")  # fields of --set
 TRIAL: Sequence[str] = ("batch", "seed", "error", "matters")
-USUAL = "bank+time"  # how a network adapts without a prepared file
+USUAL = "bank+time-checked"  # how a network adapts without a prepared file
 MOST_NAMES = 2**22  # bytes of a file of class names
 
 
@@ -57,7 +57,7 @@ def try_(
         str | None,
         typer.Option(
             help="How it adapts: a name, `tribe list methods`, or file.py:Class; +time: a time filter.",
-            show_default="bank+time, or what the prepared file says",
+            show_default="bank+time-checked, or what the prepared file says",
         ),
     ] = None,
     health: Annotated[
