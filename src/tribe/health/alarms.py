@@ -29,7 +29,7 @@ from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
 
 FAULTS = Verdict._fields
 KINDS = (*FAULTS, "shift", "accuracy", "drift", "collapse", "scatter")
-ACCURACY = KINDS.index("accuracy")
+ACCURACY, COLLAPSE = KINDS.index("accuracy"), KINDS.index("collapse")
 NUMBERS = 4  # the most that the text of an alarm says
 BEGIN, END = 0.5, 0.1  # share of faulty frames at which an alarm begins and ends
 FALLEN, BACK = 0.1, 0.05  # how far below that of clean images an accuracy is, for certain, if an alarm begins and ends

@@ -14,10 +14,10 @@ from torch import Tensor
 from tribe.core.bounds import CLASS, COUNT
 from tribe.core.losses import probabilities
 from tribe.core.state import tree_map
-from tribe.fields import Positive, Range, Share, check_fields
+from tribe.fields import NotNegative, Positive, Range, Share, check_fields
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
-from tribe.health.regression import GaussianProcess
+from tribe.health.regression import REACH, GaussianProcess
 
 WINDOW = 500  # images
 Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations
@@ -126,6 +126,7 @@ class Estimator:
     temperature: Positive
     model: GaussianProcess = field(compare=False)  # of the log-odds of the accuracy
     widening: Positive = 1.0  # of the model's standard error, so that intervals hold corruptions that it has not seen
+    farther: NotNegative = 0.0  # error of the accuracy for each unit of distance from the windows of calibration
     spread: Share = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     unseen: Share = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: Annotated[int, Range(2, 2**20)] = WINDOW
@@ -153,6 +154,10 @@ class Estimator:
         concentrated = (features.concentration.exp() - EVEN).clamp_min(0)
         return Z90 * (slope / images.clamp_min(1) + error + self.spread**2 * concentrated).sqrt()
 
+    def familiar(self, features: Features) -> Tensor:
+        """Return whether features (...) are like those of a window of calibration: else the accuracy is not known."""
+        return self.model.distance(torch.stack(features, -1)) <= REACH
+
     def to(self, device: torch.device) -> "Estimator":
         """Return the same on a device."""
         source = None if self.source is None else self.source.to(device)
@@ -161,16 +166,18 @@ class Estimator:
     def interval(
         self, features: Features, images: Tensor, asked: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accuracy over so many images, and the ends of its 90 % interval: everything before the first.
+        """Return the accuracy over so many images, and the ends of its 90 % interval.
 
-        ``asked``: of how many images the source's predictions are known, which its agreement is the share of.
+        It is everything before the first image, and where the features are not `familiar`. ``asked``: of how many
+        images the source's predictions are known, which its agreement is the share of.
         """
         accuracy, half = self.accuracy(features), self.half_width(features, images)
+        half = torch.hypot(half, self.farther * self.model.distance(torch.stack(features, -1)))
         if self.beyond_agreement and asked is not None:
             agreement = torch.sigmoid(known_log_odds(features))
             luck = accuracy * (1 - accuracy) / (asked.clamp_min(1) * agreement * (1 - agreement)).sqrt()
             half = torch.hypot(half, Z90 * luck)
-        half = torch.where(images > 0, half, 1)
+        half = torch.where((images > 0) & self.familiar(features), half, 1)
         return accuracy, (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
 
     # -- over a stream ------------------------------------------------------------------------------------------------
@@ -215,7 +222,7 @@ class Estimator:
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
-        return Estimate(accuracy, low, high, overall, *source)
+        return Estimate(accuracy, low, high, overall, *source, self.familiar(self._features(state)))
 
     def read_window(self, state: "EstimateState") -> tuple[Tensor, Tensor, Tensor]:
         """Return the accuracy of the last images of all streams, and the ends of its 90 % interval."""
@@ -244,3 +251,4 @@ class Estimate(NamedTuple):
     source_accuracy: Tensor  # (S,) of the source network on the same images
     source_low: Tensor  # (S,)
     source_high: Tensor  # (S,)
+    familiar: Tensor  # (S,) bool, whether calibration saw such windows; else nothing is known, and intervals say so

@@ -197,7 +197,7 @@ class Watch:
         """Return the same without `Health.statistics` and `Health.followed`; the guard's state needs no ``good``."""
         watcher, watch = self.watcher(net, method), guard.watch
         none = [None] * len(info.images)
-        estimate = watcher.estimator.read(watch.estimate)
+        estimate = watcher.read(watch)
         known = watcher.normal is not None
         agreed, probed = watch.agreement.unbind(1)
         shares = (agreed / probed.clamp_min(1)).tolist()

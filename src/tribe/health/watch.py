@@ -12,9 +12,9 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.state import tree_map
-from tribe.health.alarms import Alarms, AlarmState
+from tribe.health.alarms import COLLAPSE, Alarms, AlarmState
 from tribe.health.calibration import Calibration
-from tribe.health.estimate import EstimateState, Estimator, Features
+from tribe.health.estimate import Estimate, EstimateState, Estimator, Features
 from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
 from tribe.health.probe import Answers, ShiftState, ask, start_shift
@@ -113,6 +113,14 @@ class Watcher:
             return state._replace(estimate=estimate)
         alarms = self.alarms.compare(state.alarms, self.estimator.read_window(estimate), self.clean, due)
         return state._replace(estimate=estimate, alarms=alarms)
+
+    @torch.no_grad()
+    def read(self, state: WatchState) -> Estimate:
+        """Return the estimates. Nothing is known of answers that collapse: calibration saw none."""
+        estimate = self.estimator.read(state.estimate)
+        familiar = estimate.familiar & ~state.alarms.on[:, COLLAPSE]
+        low, high = (torch.where(familiar, t, end) for t, end in ((estimate.low, 0.0), (estimate.high, 1.0)))
+        return estimate._replace(low=low, high=high, familiar=familiar)
 
     @torch.no_grad()
     def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:
