@@ -47,7 +47,7 @@ class Images(NamedTuple):
 
     confidence: Tensor
     agreement: Tensor  # of the image's batch; 1 without a student
-    source: Tensor  # 1: the source predicts the same class; -1: another; 0: unknown
+    source: Tensor  # 1: the source predicts the same class; -1: another; 0: unknown; less where it is asked more often
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
@@ -104,6 +104,7 @@ def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor, ans
     source = torch.zeros_like(confidence)
     if answers is not None:
         same = torch.where(answers.logits.argmax(-1) == predicted, 1.0, -1.0)
+        same = same if answers.weight is None else same * answers.weight.unsqueeze(1)
         source = torch.where(answers.known, same, 0).to(confidence.dtype)
     return Images(confidence, share, source, near, middle, deep, predicted)
 
@@ -217,7 +218,8 @@ class Estimator:
         """The estimates of all streams; before the first image the interval is everything."""
         accuracy, low, high = source = self.read_window(state)
         if self.source is not None:
-            asked = state.rings.source.abs().sum(1)
+            weight = state.rings.source.abs()
+            asked = weight.sum(1).square() / weight.square().sum(1).clamp_min(CLIP)  # as many of equal weight
             source = self.source.interval(self._features(state), state.images.clamp_max(self.window), asked)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
