@@ -84,7 +84,7 @@ def test_predictions_of_one_class_are_a_collapse_only_if_the_source_sees_others(
     assert 1000 < event.image <= 2000
     assert abs(event.since - 1000) < 150
     assert event.numbers["class"] == 3
-    assert event.numbers["share"] > 0.6
+    assert event.numbers["share"] > 0.5
     assert bool(state.on[0, KINDS.index("collapse")])
     assert watch(stuck[:, :2200], stuck[:, :2200])[0] == []
 
@@ -95,7 +95,7 @@ def test_predictions_of_few_classes_in_random_order_are_a_collapse(every):
     few = 20 * torch.eye(CLASSES)[torch.where(torch.arange(3000) < 1000, labels, labels % 2)][None]
     events, _ = watch(few, logits(labels, 2), known=known)
     assert {event.kind for event in events} == {"collapse"}
-    assert 1000 < events[0].image < 1600
+    assert 1000 < events[0].image < 2000
     same = watch(few, few, known=known)[1]
     assert not same.times[0, KINDS.index("collapse")]  # the source sees these classes, too
 

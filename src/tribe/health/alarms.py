@@ -52,11 +52,9 @@ class CollapseRules:
     steps: int = 4  # steps before the distance counts
     share: float = 0.93  # of one class in about 250 predictions; TRIBE reaches 0.855 where the source is spread
     spread: float = 0.22  # the source's predictions are spread below: 0 if uniform, 1 if one class
-    unconfirmed: float = (
-        0.08  # by which the source shares less; healthy streams reach 0.057; a quarter of it ends the alarm
-    )
     alone: float = 0.995  # of one class without the source's predictions: 1,300 images in a row
-    shares: float = 0.3  # part of that concentration that the source's predictions must share
+    shares: float = 0.4  # part of the concentration of predictions that the source's must share
+    unconfirmed: float = 0.1  # by which they share less; healthy streams reach 0.082. A quarter of it ends the alarm
     follow: float = 0.5  # part of the source's order that predictions must follow
     margin: float = 0.03  # of order that they may lack besides
     evidence: float = 12.0  # images without any order; TRIBE reaches 6 (8 with few source predictions), BN and TENT 10
