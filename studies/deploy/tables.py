@@ -45,7 +45,7 @@ def delays(folder: Path) -> str:
     for result in results(folder):
         for day in result["days"]:
             if found := day.get("delays"):
-                cells = ["-" if found[name] is None else f"{found[name]}" for name in names]
+                cells = ["-" if found.get(name) is None else f"{found[name]}" for name in names]
                 rows.append([result["network"], "bursts" if day["bursts"] else "random", str(day["seed"]), *cells])
     header = ("network", "order", "seed", "`shift` on", "`shift` off", "`accuracy` on", "`accuracy` off")
     return table(header, rows)

@@ -342,9 +342,10 @@ def test_a_guard_that_leans_begins_again_at_the_source_when_a_shift_has_ended():
     before = watch._replace(alarms=watch.alarms._replace(on=on))
     first = guarded.method.init(net, 2)
     free = guarded.guard.let_go(net, guarded.method, inner, watch, before)
-    same = [torch.equal(t[0], s[0]) for t, s in zip(free.stats, first.stats, strict=True)]
-    assert all(same)
-    assert all(torch.equal(t[-1], s[-1]) for t, s in zip(free.stats, inner.stats, strict=True))
+    for name, t in leaves(stream(free._replace(key=first.key, info=first.info), 0, 2)).items():
+        assert torch.equal(t, leaves(stream(first, 0, 2))[name]), name
+    for name, t in leaves(stream(free, 1, 2)).items():
+        assert torch.equal(t, leaves(stream(inner, 1, 2))[name]), name
     assert guarded.guard.let_go(net, guarded.method, inner, before, before) is inner
 
 
