@@ -11,12 +11,13 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import tribe
@@ -33,6 +34,7 @@ from tribe.trial.verdict import decide
 HELD_OUT = 1000  # images that prepare
 WINDOW = 500
 DRAWS, LABELS = 200, 100
+HARD = (0.01, 0.0, -0.01)  # gains of recordings on which many frames differ and little or nothing is gained
 STEP = 5  # labels between two looks
 HELPS = {"mnist": ("glass_blur", "motion_blur", "canny_edges"), "cifar10": ("fog@5", "gaussian_noise@5", "contrast@5")}
 FAMILIES = {
@@ -99,17 +101,19 @@ def deliver(net: nn.Module, prepared: tribe.Prepared, stream: Labelled, batch: i
     """Return the errors in each part, and the estimates of windows beside their accuracy."""
     model, source = tribe.adapt(net, prepared), tribe.adapt(net, "source")
     right, plain, windows = list[Tensor](), list[Tensor](), list[dict[str, float]]()
+    on = list[tuple[int, tuple[str, ...]]]()  # images, and the alarms that are on
     for x, y in zip(stream.images.split(batch), stream.labels.split(batch), strict=True):
         x = x.float() / 255
         plain.append(source.predict(x).argmax(-1) == y)
         right.append(model(x).argmax(-1) == y)
         done = sum(map(len, right))
+        on.append((done, model.health[0].alarms if model.health is not None else ()))
         if done // WINDOW > (done - len(y)) // WINDOW and model.health is not None:
             health = model.health[0]
             last, before = (torch.cat(column)[-WINDOW:].double().mean().item() for column in (right, plain))
             known = {"low": health.low, "high": health.high, "estimate": health.accuracy, "accuracy": last}
             of_source = {"source_low": health.source_low, "source_high": health.source_high, "source": before}
-            windows.append({"at": done, **known, **of_source})
+            windows.append({"at": done, **known, **of_source, "familiar": health.familiar})
     errors = [100 * (1 - torch.cat(column).double()) for column in (plain, right)]
     parts = [
         {
@@ -119,7 +123,25 @@ def deliver(net: nn.Module, prepared: tribe.Prepared, stream: Labelled, batch: i
         for k, name in enumerate(stream.parts)
     ]
     alarms = [[event.kind, event.image] for event in model.events]
-    return {"parts": parts, "windows": windows, "alarms": alarms}
+    return {"parts": parts, "windows": windows, "alarms": alarms, "delays": delays(stream, on)}
+
+
+def delays(stream: Labelled, on: Sequence[tuple[int, tuple[str, ...]]]) -> dict[str, int | None]:
+    """Return how many images after the first change to night alarms begin, and after that to clean images they end.
+
+    None: not in this part; 0: it was on, or off, before.
+    """
+    found = dict[str, int | None]()
+    for kind in ("shift", "accuracy"):
+        for name, part in (("night", "night"), ("clean", "clean")):
+            place = next((k for k, p in enumerate(stream.parts) if p == part and k), None)
+            if place is None:
+                continue
+            first, last = (int(i) for i in (stream.part == place).nonzero()[[0, -1], 0])
+            here = [(n, kind in kinds) for n, kinds in on if first <= n <= last + 1]
+            hit = [n - first for n, is_on in here if is_on == (name == "night")]
+            found[f"{kind}, {name}"] = None if not hit else 0 if hit[0] == here[0][0] - first else hit[0]
+    return found
 
 
 def recordings(dataset: str, rest: tuple[Tensor, Tensor]) -> dict[str, Labelled]:
@@ -137,27 +159,41 @@ def judge(net: nn.Module, prepared: tribe.Prepared, name: str, stream: Labelled)
         trial: Trial = play(open_recording(path), tribe.adapt(net, prepared))
     c, labels = trial.columns, stream.labels.numpy()
     gains = ((c.adapted == labels).astype(int) - (c.source == labels))[trial.differing]
+    rules = {"error": trial.error, "matters": trial.matters}
+    found = {
+        "recording": name,
+        "frames": trial.frames,
+        "source": 100 * float((c.source != labels).mean()),
+        "delivered": 100 * float((c.adapted != labels).mean()),
+        **draw_verdicts(gains, trial.frames, rules),
+    }
+    if name == "helps":
+        found["hard"] = [draw_verdicts(*thin(gains, trial.frames, gain), rules) for gain in HARD]
+    return found
+
+
+def thin(gains: NDArray[np.int64], frames: int, target: float) -> tuple[NDArray[np.int64], int]:
+    """Leave out frames that adapting helps until the gain is a ``target`` share of the frames; return both."""
+    others = gains[gains <= 0]
+    rest = frames - int((gains > 0).sum())
+    better = round((target * rest - int(others.sum())) / (1 - target))
+    return np.concatenate([others, np.ones(max(better, 0), np.int64)]), rest + max(better, 0)
+
+
+def draw_verdicts(gains: NDArray[np.int64], frames: int, rules: Mapping[str, float]) -> dict[str, Any]:
+    """Return the gain, the answers of draws of labels, and the median of the labels that they need."""
     answers, needed = dict[str, int](), []
     for seed in range(DRAWS):
         drawn = gains[np.random.default_rng(seed).permutation(len(gains))][:LABELS]
         answer, count = "undecided", 0
         for count in (*range(0, len(drawn), STEP), len(drawn)):
-            rules = {"error": trial.error, "matters": trial.matters, "forecast": False}
-            answer = decide(drawn[:count], len(gains), trial.frames, **rules).answer
+            answer = decide(drawn[:count], len(gains), frames, **rules, forecast=False).answer
             if answer != "undecided":
                 break
         answers[answer] = answers.get(answer, 0) + 1
         needed.append(count)
-    return {
-        "recording": name,
-        "frames": trial.frames,
-        "differing": len(gains),
-        "source": 100 * float((c.source != labels).mean()),
-        "delivered": 100 * float((c.adapted != labels).mean()),
-        "gain": 100 * float(gains.sum()) / trial.frames,
-        "answers": answers,
-        "labels": float(np.median(needed)),
-    }
+    gain = 100 * float(gains.sum()) / frames
+    return {"differing": len(gains), "gain": gain, "answers": answers, "labels": float(np.median(needed))}
 
 
 def left_out(net: nn.Module, images: Tensor, labels: Tensor, family: str, given: argparse.Namespace) -> dict[str, Any]:

@@ -39,6 +39,30 @@ def windows(folder: Path) -> str:
     return table(("network", "stream", "windows", "held, %", "of the source, %", "off, points", "width, points"), rows)
 
 
+def delays(folder: Path) -> str:
+    """Return the images until alarms begin after the change to night, and end after the change to clean images."""
+    rows, names = [], ("shift, night", "shift, clean", "accuracy, night", "accuracy, clean")
+    for result in results(folder):
+        for day in result["days"]:
+            if found := day.get("delays"):
+                cells = ["-" if found.get(name) is None else f"{found[name]}" for name in names]
+                rows.append([result["network"], "bursts" if day["bursts"] else "random", str(day["seed"]), *cells])
+    header = ("network", "order", "seed", "`shift` on", "`shift` off", "`accuracy` on", "`accuracy` off")
+    return table(header, rows)
+
+
+def hard(folder: Path) -> str:
+    """Return the verdicts where many frames differ and little or nothing is gained."""
+    rows = []
+    for result in results(folder):
+        for judged in (hard for one in result["verdicts"] for hard in one.get("hard", ())):
+            said = ", ".join(f"{answer} {count}" for answer, count in judged["answers"].items())
+            rows.append(
+                [result["network"], f"{judged['gain']:+.1f}", str(judged["differing"]), said, f"{judged['labels']:.0f}"]
+            )
+    return table(("network", "true gain", "frames that differ", "200 draws", "labels"), rows)
+
+
 def verdicts(folder: Path) -> str:
     """Return the verdicts of random draws of labels."""
     rows = []
@@ -51,4 +75,4 @@ def verdicts(folder: Path) -> str:
     return table(("network", "recording", "frames that differ", "errors, %", "gain", "200 draws", "labels"), rows)
 
 
-BLOCKS = {"days": days, "windows": windows, "verdicts": verdicts}
+BLOCKS = {"days": days, "windows": windows, "delays": delays, "verdicts": verdicts, "hard": hard}

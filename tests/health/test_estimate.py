@@ -1,6 +1,7 @@
 """The estimator of accuracy: features by hand, rings as if all images were kept, rows alone as together."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,3 +132,21 @@ def test_the_interval_holds_the_models_error_the_luck_of_the_draw_and_the_classe
         half = ESTIMATOR.half_width(features, torch.tensor(100)).item()
         expected = 1.6449 * math.sqrt(p * (1 - p) / 100 + error + 0.2**2 * concentrated)
         assert half == pytest.approx(expected, rel=1e-4)
+
+
+def test_windows_unlike_those_of_calibration_are_not_known():
+    near, far = (Features(*torch.full((F, 1), value)) for value in (0.0, 8.0))
+    assert ESTIMATOR.familiar(near).tolist() == [True]
+    assert ESTIMATOR.familiar(far).tolist() == [False]
+    _, low, high = ESTIMATOR.interval(far, torch.tensor([500]))
+    assert (low.item(), high.item()) == (0, 1)
+
+
+def test_an_interval_grows_with_the_distance_from_the_windows_of_calibration():
+    wider = replace(ESTIMATOR, farther=0.3)
+    features = Features(*torch.full((F, 1), 1.5))
+    distance = ESTIMATOR.model.distance(torch.stack(features, -1)).item()
+    assert 0 < distance < 1.5
+    half = math.hypot(ESTIMATOR.half_width(features, torch.tensor([100])).item(), 0.3 * distance)
+    accuracy, low, _ = wider.interval(features, torch.tensor([100]))
+    assert low.item() == pytest.approx(max(accuracy.item() - half, 0), abs=1e-5)

@@ -331,6 +331,24 @@ def test_a_good_state_is_kept_under_a_shift_and_not_while_scatter_is_suspected()
     assert kept(on=shifted, collapse=guard.watch.alarms.collapse._replace(evidence=torch.tensor([1.0]))) == 6
 
 
+def test_a_guard_that_leans_begins_again_at_the_source_when_a_shift_has_ended():
+    net, guarded = small_backbone(), ready("tribe+guard", lean_half=0.02, skip=False)
+    state = guarded.init(net, 2)
+    for seed in range(3):
+        _, state = guarded.step(net, state, pictures(2, 6, seed))
+    watch, inner = state.guard.watch, state.method
+    on = torch.zeros_like(watch.alarms.on)
+    on[0, KINDS.index("shift")] = True
+    before = watch._replace(alarms=watch.alarms._replace(on=on))
+    first = guarded.method.init(net, 2)
+    free = guarded.guard.let_go(net, guarded.method, inner, watch, before)
+    for name, t in leaves(stream(free._replace(key=first.key, info=first.info), 0, 2)).items():
+        assert torch.equal(t, leaves(stream(first, 0, 2))[name]), name
+    for name, t in leaves(stream(free, 1, 2)).items():
+        assert torch.equal(t, leaves(stream(inner, 1, 2))[name]), name
+    assert guarded.guard.let_go(net, guarded.method, inner, before, before) is inner
+
+
 def test_cotta_reports_how_far_the_network_that_predicts_has_moved():
     x = pictures(1, 24)[0]
     told = []

@@ -76,3 +76,15 @@ def test_an_image_that_does_not_count_leaves_no_trace_wherever_it_stands(net, va
         assert torch.equal(answers.known[:, kept], plain.known)
         assert torch.allclose(answers.logits[:, kept], plain.logits, atol=1e-6)
         assert not answers.known[:, place].any()
+
+
+def test_a_stream_that_may_have_changed_is_probed_more_often_and_the_others_are_not(net):
+    x, often = images(2, 32), torch.tensor([True, False])
+    answers, left = ask(net, start_shift(net, 2), x, every(x), 16, often=often)
+    assert answers.known.sum(1).tolist() == [8, 2]
+    assert answers.weight.tolist() == [0.25, 1]
+    for i, rate in enumerate((4, 16)):
+        alone, state = ask(net, start_shift(net, 1), x[[i]], every(x[[i]]), rate)
+        assert torch.equal(alone.known[0], answers.known[i])
+        assert torch.allclose(alone.shift[0], answers.shift[i], atol=1e-6)
+        assert torch.allclose(state.mean[0], left.mean[i], atol=1e-6)

@@ -379,6 +379,7 @@ def test_many_streams_are_small_rows_and_alarms_come_first(visit, server, size, 
     one = {"images": 5, "trusted": 0.5, "entropy": 0.25, "distance": 0.125, "frozen": False, "snapshots": [1]}
     one |= {"state": "learning", "accuracy": 0.75, "accuracy_low": 0.7, "accuracy_high": 0.8}
     many = [{**one, "name": f"line-{i // 8}-camera-{i % 8}"} for i in range(40)]
+    many[5]["accuracy_familiar"] = False
     many[31] |= {"alarms": ["the camera is black"], "holding": True}
 
     def prepare(page):
@@ -390,6 +391,7 @@ def test_many_streams_are_small_rows_and_alarms_come_first(visit, server, size, 
     expect(lines).to_have_count(40)
     expect(lines.first).to_contain_text("line-3-camera-7")
     expect(lines.first.locator(".state")).to_have_text("held by the guard")
+    expect(lines.filter(has_text="line-0-camera-5")).to_contain_text("not known")
     expect(page.locator("#rows .chart path[d^=M]").first).to_be_attached()  # the first sample is drawn
     tall, wide = page.evaluate("[document.documentElement.scrollHeight, document.documentElement.scrollWidth]")
     assert (tall < tallest, wide <= SIZES[size][0]) == (True, True), (tall, wide)

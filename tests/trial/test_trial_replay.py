@@ -9,7 +9,7 @@ import torch
 import tribe
 from trials import digits, digits_network, recorded, table
 from tribe.trial.recordings import open_recording
-from tribe.trial.replay import play
+from tribe.trial.replay import _unknown, play
 from tribe.trial.trial import NEITHER, SUMMARY, TABLE, EstimatedAccuracy, EstimatedWindow, Trial
 from watching import calibration_of
 
@@ -118,6 +118,13 @@ def test_the_draw_is_random_fixed_and_shared_by_models():
 def test_the_most_telling_frames_are_those_on_which_both_are_confident():
     trial = table([0, 0, 0, 0], [1, 1, 0, 1], ([0.9, 0.6, 1, 0.99], [0.7, 0.65, 1, 0.3]))
     assert trial.telling.tolist() == [0, 1, 3]
+
+
+def test_windows_whose_accuracy_is_not_known_are_counted_in_a_remark():
+    known, unknown = EstimatedAccuracy(0.8, 0.7, 0.9), EstimatedAccuracy(0.8, 0.0, 1.0)
+    windows = [EstimatedWindow(500 * i, one, None) for i, one in enumerate((known, unknown, None), 1)]
+    assert _unknown(windows[:1]) == []
+    assert "1 of 2 windows" in _unknown(windows)[0]
 
 
 def test_estimates_are_means_over_windows_of_answers_and_source(tmp_path):

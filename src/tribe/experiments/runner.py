@@ -218,7 +218,7 @@ def _observe(method: AnyMethod, net: Backbone, state: Any, step: int) -> dict[st
     columns: dict[str, Tensor] = {}
     if isinstance(method, Pipeline) and method.guard is not None:
         watcher, watch = method.guard.watcher(net, method.method), state.guard.watch
-        read = watcher.estimator.read(watch.estimate)
+        read = watcher.read(watch)
         shares = torch.stack((read.accuracy, read.low, read.high)).float().cpu()
         if watcher.normal is None:  # an estimate needs a calibration
             shares = torch.full_like(shares, math.nan)

@@ -6,8 +6,8 @@ host, `tribe.health.report` turns what is new into events in words. Adapting tha
 predicts and how far it moved; each sign is compared with a cause:
 
 drift        the affine parameters moved further than the number of steps explains
-collapse     nearly all predictions are one class, while the source's predictions of the same images are spread, and
-             it hardly sees this class
+collapse     nearly all predictions are one class or two, while the source's predictions of the same images are spread,
+             and it hardly sees these classes
 scatter      neighbours share their class according to the source, but not according to the adapted network: batches of
              few classes are normalised with their own statistics, and answers spread over classes that are not there
 
@@ -29,7 +29,7 @@ from tribe.health.martingale import Martingale, MartingaleState, Reference, rank
 
 FAULTS = Verdict._fields
 KINDS = (*FAULTS, "shift", "accuracy", "drift", "collapse", "scatter")
-ACCURACY = KINDS.index("accuracy")
+SHIFT, ACCURACY, COLLAPSE = (KINDS.index(kind) for kind in ("shift", "accuracy", "collapse"))
 NUMBERS = 4  # the most that the text of an alarm says
 BEGIN, END = 0.5, 0.1  # share of faulty frames at which an alarm begins and ends
 FALLEN, BACK = 0.1, 0.05  # how far below that of clean images an accuracy is, for certain, if an alarm begins and ends
@@ -53,6 +53,8 @@ class CollapseRules:
     share: float = 0.93  # of one class in about 250 predictions; TRIBE reaches 0.855 where the source is spread
     spread: float = 0.22  # the source's predictions are spread below: 0 if uniform, 1 if one class
     alone: float = 0.995  # of one class without the source's predictions: 1,300 images in a row
+    shares: float = 0.4  # part of the concentration of predictions that the source's must share
+    unconfirmed: float = 0.1  # by which they share less; healthy streams reach 0.082. A quarter of it ends the alarm
     follow: float = 0.5  # part of the source's order that predictions must follow
     margin: float = 0.03  # of order that they may lack besides
     evidence: float = 12.0  # images without any order; TRIBE reaches 6 (8 with few source predictions), BN and TENT 10
@@ -79,6 +81,7 @@ class Signs(NamedTuple):
 
     drift: Tensor
     collapse: Tensor
+    unconfirmed: Tensor  # a quarter of what begins a collapse: then it does not end
     scatter: Tensor
     top: Tensor
     top_share: Tensor
@@ -216,7 +219,8 @@ def _update(state: AlarmState, signs: Signs, images: Tensor, distance: Tensor, c
     was_on = state.on[:, : len(FAULTS)]
     faulty = torch.where(was_on, state.faults > END, state.faults >= BEGIN)
     scatter = signs.scatter | (state.on[:, -1] & (state.collapse.evidence > 0))  # until nothing speaks for it
-    kinds = bet.changed, state.on[:, ACCURACY], signs.drift, signs.collapse, scatter
+    collapse = signs.collapse | (state.on[:, COLLAPSE] & signs.unconfirmed)
+    kinds = bet.changed, state.on[:, ACCURACY], signs.drift, collapse, scatter
     on = torch.cat((faulty, torch.stack(kinds, 1)), 1)
 
     filling = (1 - signs.top_share).clamp_min_(1e-6).log_().mul_(MIDDLE)  # a window of one class fills so fast
@@ -261,9 +265,11 @@ def look_for_collapse(
     top_share, top = shares[:, 1].max(1)  # not divided by the weight: a short stream does not collapse
     near, far = means[:, ::3], means[:, 2::2]
     beyond_chance = (near * (near - far)).sum(2)  # for people; `order` decides
+    collapse, unconfirmed = _collapsed(rules, shares, weight, top, top_share)
     signs = Signs(
         drift=(distance > rules.drift * steps.clamp_max(MOST_STEPS).sqrt()) & (steps >= rules.steps),
-        collapse=_collapsed(rules, shares, weight, top, top_share),
+        collapse=collapse,
+        unconfirmed=unconfirmed,
         scatter=evidence >= rules.evidence,
         top=top,
         top_share=top_share,
@@ -323,13 +329,21 @@ def _add(state: CollapseState, batch: Histograms) -> tuple[Tensor, Tensor]:
     return torch.lerp(shown, state.shares, keep.unsqueeze(2)), torch.addcmul(1 - keep, state.weight, keep)
 
 
-def _collapsed(rules: CollapseRules, shares: Tensor, weight: Tensor, top: Tensor, top_share: Tensor) -> Tensor:
-    """Mark the streams (S,) that predict one class that the source does not confirm."""
+def _collapsed(
+    rules: CollapseRules, shares: Tensor, weight: Tensor, top: Tensor, top_share: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mark the streams (S,) that predict one class or two that the source does not confirm, and that still do."""
     classes, source, filled = shares.shape[2], shares[:, 4], weight[:, 4]
+    own = shares[:, 1] / weight[:, 1:2].clamp_min(1e-6)
+    alike = (own * source).sum(1) / filled.clamp_min(1e-6) - 1 / classes
+    lack = rules.shares * (own.square().sum(1) - 1 / classes) - alike.clamp_min(0)
     most = math.sqrt(rules.spread * (1 - 1 / classes) + 1 / classes)  # the norm of shares at the threshold of spread
     spread = torch.linalg.vector_norm(source, dim=1) <= most * filled
     agrees = source.gather(1, top.unsqueeze(1))[:, 0] >= (1 / classes + AGREES) * filled
-    return torch.where(filled > 0.5, (top_share >= rules.share) & spread & ~agrees, top_share >= rules.alone)
+    one = (top_share >= rules.share) & ~agrees
+    few = (lack >= rules.unconfirmed) & (weight[:, 1] > 0.5)
+    found = torch.where(filled > 0.5, (one | few) & spread, top_share >= rules.alone)
+    return found, (lack >= rules.unconfirmed / 4) & spread
 
 
 def _follow_bursts(

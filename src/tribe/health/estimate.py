@@ -14,10 +14,10 @@ from torch import Tensor
 from tribe.core.bounds import CLASS, COUNT
 from tribe.core.losses import probabilities
 from tribe.core.state import tree_map
-from tribe.fields import Positive, Range, Share, check_fields
+from tribe.fields import NotNegative, Positive, Range, Share, check_fields
 from tribe.health.changes import DEPTHS
 from tribe.health.probe import Answers
-from tribe.health.regression import GaussianProcess
+from tribe.health.regression import REACH, GaussianProcess
 
 WINDOW = 500  # images
 Z90 = 1.6449  # 90 % of a normal distribution lie within so many standard deviations
@@ -47,7 +47,7 @@ class Images(NamedTuple):
 
     confidence: Tensor
     agreement: Tensor  # of the image's batch; 1 without a student
-    source: Tensor  # 1: the source predicts the same class; -1: another; 0: unknown
+    source: Tensor  # 1: the source predicts the same class; -1: another; 0: unknown; less where it is asked more often
     near: Tensor  # distances of statistics when the image came; 0: unknown
     middle: Tensor
     deep: Tensor
@@ -104,6 +104,7 @@ def per_image_signals(logits: Tensor, temperature: float, agreement: Tensor, ans
     source = torch.zeros_like(confidence)
     if answers is not None:
         same = torch.where(answers.logits.argmax(-1) == predicted, 1.0, -1.0)
+        same = same if answers.weight is None else same * answers.weight.unsqueeze(1)
         source = torch.where(answers.known, same, 0).to(confidence.dtype)
     return Images(confidence, share, source, near, middle, deep, predicted)
 
@@ -126,6 +127,7 @@ class Estimator:
     temperature: Positive
     model: GaussianProcess = field(compare=False)  # of the log-odds of the accuracy
     widening: Positive = 1.0  # of the model's standard error, so that intervals hold corruptions that it has not seen
+    farther: NotNegative = 0.0  # error of the accuracy for each unit of distance from the windows of calibration
     spread: Share = 0.0  # the standard deviation of the accuracy between predicted classes, under one corruption
     unseen: Share = 0.0  # the mean absolute error on a corruption that calibration has not seen
     window: Annotated[int, Range(2, 2**20)] = WINDOW
@@ -153,6 +155,10 @@ class Estimator:
         concentrated = (features.concentration.exp() - EVEN).clamp_min(0)
         return Z90 * (slope / images.clamp_min(1) + error + self.spread**2 * concentrated).sqrt()
 
+    def familiar(self, features: Features) -> Tensor:
+        """Return whether features (...) are like those of a window of calibration: else the accuracy is not known."""
+        return self.model.distance(torch.stack(features, -1)) <= REACH
+
     def to(self, device: torch.device) -> "Estimator":
         """Return the same on a device."""
         source = None if self.source is None else self.source.to(device)
@@ -161,16 +167,18 @@ class Estimator:
     def interval(
         self, features: Features, images: Tensor, asked: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the accuracy over so many images, and the ends of its 90 % interval: everything before the first.
+        """Return the accuracy over so many images, and the ends of its 90 % interval.
 
-        ``asked``: of how many images the source's predictions are known, which its agreement is the share of.
+        It is everything before the first image, and where the features are not `familiar`. ``asked``: of how many
+        images the source's predictions are known, which its agreement is the share of.
         """
         accuracy, half = self.accuracy(features), self.half_width(features, images)
+        half = torch.hypot(half, self.farther * self.model.distance(torch.stack(features, -1)))
         if self.beyond_agreement and asked is not None:
             agreement = torch.sigmoid(known_log_odds(features))
             luck = accuracy * (1 - accuracy) / (asked.clamp_min(1) * agreement * (1 - agreement)).sqrt()
             half = torch.hypot(half, Z90 * luck)
-        half = torch.where(images > 0, half, 1)
+        half = torch.where((images > 0) & self.familiar(features), half, 1)
         return accuracy, (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
 
     # -- over a stream ------------------------------------------------------------------------------------------------
@@ -210,12 +218,13 @@ class Estimator:
         """The estimates of all streams; before the first image the interval is everything."""
         accuracy, low, high = source = self.read_window(state)
         if self.source is not None:
-            asked = state.rings.source.abs().sum(1)
+            weight = state.rings.source.abs()
+            asked = weight.sum(1).square() / weight.square().sum(1).clamp_min(CLIP)  # as many of equal weight
             source = self.source.interval(self._features(state), state.images.clamp_max(self.window), asked)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
-        return Estimate(accuracy, low, high, overall, *source)
+        return Estimate(accuracy, low, high, overall, *source, self.familiar(self._features(state)))
 
     def read_window(self, state: "EstimateState") -> tuple[Tensor, Tensor, Tensor]:
         """Return the accuracy of the last images of all streams, and the ends of its 90 % interval."""
@@ -244,3 +253,4 @@ class Estimate(NamedTuple):
     source_accuracy: Tensor  # (S,) of the source network on the same images
     source_low: Tensor  # (S,)
     source_high: Tensor  # (S,)
+    familiar: Tensor  # (S,) bool, whether calibration saw such windows; else nothing is known, and intervals say so

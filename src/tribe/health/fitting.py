@@ -18,13 +18,16 @@ from tribe.health.estimate import (
     log_odds,
     window_features,
 )
-from tribe.health.regression import AMPLITUDE, GaussianProcess
+from tribe.health.regression import AMPLITUDE, LEAST_SPREAD, GaussianProcess
 
 SHARES = (4, 2, 1)  # windows of a stretch of one corruption are this share of a window, and as long as the stretch
 PIECES = (1, 2, 4, 8)  # of a stream that a window that mixes corruptions is made of
 REPEATS = 15  # such windows of each number of pieces, of each stream
 MIXED = -1  # in place of the condition of a window that shows several
 LEAST_WIDENING = 0.5  # a few stretches say too little of the errors to narrow intervals further
+ALIKE = 2  # corruptions most like one are left out with it to see how errors grow with the distance
+LEAST_DISTANCE = 0.1  # of a corruption that was left out from the others, in standard deviations of the features
+LEAST_FARTHER = 0.2  # a few corruptions say too little of what is farther away
 LEAST_STRETCH = 20  # images of a stretch of one corruption from which its accuracy can be measured
 
 
@@ -61,7 +64,8 @@ def _fit_one(
     errors = left_out(windows, window)
     unseen = float(errors.found.abs().mean()) if len(errors.found) else 0.0
     model, wider, spread = regress(windows), widening(errors), class_spread(streams)
-    return Estimator(classes, temperature, model, wider, spread, unseen, window, beyond_agreement)
+    more = growth(left_out(windows, window, alike=ALIKE), wider)
+    return Estimator(classes, temperature, model, wider, more, spread, unseen, window, beyond_agreement)
 
 
 def cut(streams: Sequence[Labelled], window: int, classes: int, beyond_agreement: bool = False) -> Windows:
@@ -114,15 +118,24 @@ class Errors(NamedTuple):
 
     found: Tensor  # (N,)
     expected: Tensor  # (N,) the standard error of model and luck
+    distance: Tensor | None = None  # (N,) from the windows of the fit
 
 
-def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Errors:
-    """The errors on each corruption of a fit to the others; empty if none can be fitted."""
-    found = [torch.empty(2, 0, dtype=torch.float64)]
-    for number in windows.condition.unique():
+def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE, alike: int = 0) -> Errors:
+    """The errors on each corruption of a fit to the others; empty if none can be fitted.
+
+    The ``alike`` corruptions whose windows are most like its own are left out, too.
+    """
+    found = [torch.empty(3, 0, dtype=torch.float64)]
+    numbers = [number for number in windows.condition.unique() if number != MIXED]
+    x = windows.features - windows.features.nanmean(0)
+    x = torch.nan_to_num(x / x.nan_to_num(0).std(0).clamp_min(LEAST_SPREAD))
+    middles = torch.stack([x[windows.condition == number].mean(0) for number in numbers]) if numbers else x[:0]
+    for number, apart in zip(numbers, torch.cdist(middles, middles), strict=True):
         own = windows.condition == number
-        seen = ~own & (windows.condition != MIXED)
-        if number == MIXED or seen.sum() <= len(Features._fields):
+        hidden = torch.stack(numbers)[apart.argsort(stable=True)[: alike + 1]]
+        seen = ~torch.isin(windows.condition, hidden) & (windows.condition != MIXED)
+        if seen.sum() <= len(Features._fields):
             continue
         longest = int(windows.images[own].amax())
         tested = own & (windows.images >= min(window // SHARES[0], longest))
@@ -130,8 +143,17 @@ def left_out(windows: Windows, window: int, amplitude: float = AMPLITUDE) -> Err
         p = torch.sigmoid(model.value(features) + windows.offset[tested]).double()
         slope = p * (1 - p)
         variance = slope.square() * model.variance(features).double() + slope / windows.images[tested]
-        found.append(torch.stack((p - windows.accuracy[tested], variance.sqrt())))
+        far = model.distance(features).double()
+        found.append(torch.stack((p - windows.accuracy[tested], variance.sqrt(), far)))
     return Errors(*torch.cat(found, 1))
+
+
+def growth(errors: Errors, wider: float) -> float:
+    """Return how fast errors grow with the distance, so that 90 % of intervals hold corruptions that are farther."""
+    if errors.distance is None or not len(errors.found):
+        return LEAST_FARTHER
+    rest = (errors.found.square() - (Z90 * wider * errors.expected).square()).clamp_min(0).sqrt()
+    return max(float((rest / errors.distance.clamp_min(LEAST_DISTANCE)).quantile(0.9)), LEAST_FARTHER)
 
 
 def widening(errors: Errors) -> float:

@@ -23,7 +23,7 @@ from tribe.core.rules import PerBatch
 from tribe.core.state import Affine, Info, Stats, clone, copy_like, per_stream, select_joined
 from tribe.core.validation import good_images
 from tribe.fields import Count, NotNegative, Positive, Range, Share, check_fields, require
-from tribe.health.alarms import KINDS
+from tribe.health.alarms import KINDS, SHIFT
 from tribe.health.calibration import Calibration
 from tribe.health.estimate import Estimate
 from tribe.health.probe import (
@@ -197,7 +197,7 @@ class Watch:
         """Return the same without `Health.statistics` and `Health.followed`; the guard's state needs no ``good``."""
         watcher, watch = self.watcher(net, method), guard.watch
         none = [None] * len(info.images)
-        estimate = watcher.estimator.read(watch.estimate)
+        estimate = watcher.read(watch)
         known = watcher.normal is not None
         agreed, probed = watch.agreement.unbind(1)
         shares = (agreed / probed.clamp_min(1)).tolist()
@@ -338,7 +338,19 @@ class Guard(Watch):
         after = select_joined(skipped == 0, moved, before)
         after = after._replace(info=after.info._replace(skipped=after.info.skipped + skipped))
         new = new._replace(held=new.held + skipped)
+        if self.lean_half is not None and method.followed(before) is None:
+            after = self.let_go(net, method, after, new.watch, old.watch)
         return (after, new) if self.good_every is None else self.go_back(after, new, old.watch)
+
+    def let_go(self, net: Backbone, method: Method, inner: Any, watch: WatchState, before: WatchState) -> Any:
+        """Begin again at the source where a shift has ended: statistics would follow the images too slowly.
+
+        On other devices than a CPU nothing happens: the host would wait for the answer.
+        """
+        ended = before.alarms.on[:, SHIFT] & ~watch.alarms.on[:, SHIFT]
+        if ended.device.type != "cpu" or not ended.any():
+            return inner
+        return _mix(ended, method.init(net, len(ended))._replace(key=inner.key, info=inner.info), inner)
 
     def go_back(self, inner: Any, guard: GuardState, before: WatchState) -> tuple[Any, GuardState]:
         """Return to the last good state where something has gone wrong; keep the state where all is well."""

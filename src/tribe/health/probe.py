@@ -22,6 +22,7 @@ from tribe.core.validation import good_images
 from tribe.health.changes import DEPTHS, constants, moves_by_depth
 from tribe.norms.balanced import Balanced
 
+OFTEN = 4  # after a hint of a change, one image in so many is a probe
 SPAN = 16  # probes over which their statistics are averaged, about
 POWER = 4  # how sharply the share rises around `midpoint`
 RATIO = 1.4  # of a fitted `midpoint` to the distance that clean images have: 0.06 to 0.043 for ResNet-20 on CIFAR-10
@@ -58,6 +59,7 @@ class Answers(NamedTuple):
     logits: Tensor  # (S, B, K), the source's logits of the probes, float32; zero for other images
     known: Tensor  # (S, B), which images are probes
     shift: Tensor  # (S, 3), distance of the statistics of the last probes by depth: see `measure_shift`
+    weight: Tensor | None = None  # (S,) how many images a probe stands for, relative to the usual; None: 1
 
 
 def start_shift(net: Backbone, streams: int) -> ShiftState:
@@ -69,14 +71,24 @@ def start_shift(net: Backbone, streams: int) -> ShiftState:
 
 @torch.no_grad()
 def ask(
-    net: Backbone, state: ShiftState, x: Tensor, valid: Tensor, every: int, measures: bool = True
+    net: Backbone,
+    state: ShiftState,
+    x: Tensor,
+    valid: Tensor,
+    every: int,
+    measures: bool = True,
+    often: Tensor | None = None,
 ) -> tuple[Answers, ShiftState]:
     """Pass one in ``every`` of the valid images (S, B, ...) of a batch through the source.
 
+    Of the streams that are marked in ``often`` (S,) it is one in `OFTEN`, which divides ``every``; None: of none.
     Without ``measures`` it only predicts, which is half the work: statistics tell something with a calibration only.
     """
-    place = (~valid).byte().argsort(dim=1, stable=True)[:, ::every]  # (S, n), valid images first
+    step = every if often is None else OFTEN
+    place = (~valid).byte().argsort(dim=1, stable=True)[:, ::step]  # (S, n), valid images first
     real = valid.gather(1, place)
+    if often is not None:
+        real &= often.unsqueeze(1) | (torch.arange(place.shape[1], device=x.device) % (every // OFTEN) == 0)
     row = torch.arange(len(x), device=x.device).unsqueeze(1)
     probes = x[row, place].masked_fill(~real.view(*real.shape, *[1] * (x.dim() - 2)), 0)  # others may be NaN
     affine, stats = net.origin.state if len(x) == 1 else net.source(len(x))
@@ -89,7 +101,8 @@ def ask(
     if not measures:
         return Answers(logits, known, state.weight.new_zeros(len(x), DEPTHS)), state
     state = _remember(state, Stats(*pool_batch(output.stats.mean, output.stats.var, real)), fine.sum(1))
-    return Answers(logits, known, measure_shift(net, state)), state
+    weight = None if often is None else torch.where(often, OFTEN / every, 1.0)
+    return Answers(logits, known, measure_shift(net, state), weight), state
 
 
 def _remember(state: ShiftState, stats: Stats, probes: Tensor) -> ShiftState:

@@ -72,9 +72,18 @@ class GaussianProcess(NamedTuple):
         prior = self.amplitude.square() + x.square().sum(-1)
         return (prior - known).clamp_min(0) + NOISE
 
+    def distance(self, features: Tensor) -> Tensor:
+        """Return how far features (..., F) are from the nearest point: standard deviations, root mean square."""
+        x = self._scaled(features)
+        if not len(self.points):
+            return x.new_zeros(x.shape[:-1])
+        return (x.unsqueeze(-2) - self.points).square().mean(-1).amin(-1).sqrt()
+
     def _standard(self, features: Tensor) -> Tensor:
-        x = (torch.where(features.isnan(), self.mean, features.to(self.mean.dtype)) - self.mean) * self.factor
-        return torch.minimum(torch.maximum(x, self.low), self.high)
+        return torch.minimum(torch.maximum(self._scaled(features), self.low), self.high)
+
+    def _scaled(self, features: Tensor) -> Tensor:
+        return (torch.where(features.isnan(), self.mean, features.to(self.mean.dtype)) - self.mean) * self.factor
 
 
 def _kernel(a: Tensor, b: Tensor, amplitude: Tensor) -> Tensor:

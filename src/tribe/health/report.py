@@ -49,6 +49,7 @@ class Health(NamedTuple):
     source_accuracy: float | None  # estimate of the source network's accuracy on the same 500 images
     source_low: float | None  # lower end of its 90 % interval
     source_high: float | None  # upper end
+    familiar: bool | None  # whether calibration saw such windows; False: the accuracy is not known, within 0 and 1
     calibrated: bool  # whether a calibration was given: estimates and alarms of a shift need one
     alarms: tuple[str, ...]  # the alarms that are on now
     entropy: float  # mean entropy of about the last 500 predictions, as a share of log K

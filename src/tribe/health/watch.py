@@ -12,15 +12,17 @@ from torch import Tensor
 from tribe.core.backbone import Backbone
 from tribe.core.bounds import COUNT, NOT_NEGATIVE
 from tribe.core.state import tree_map
-from tribe.health.alarms import Alarms, AlarmState
+from tribe.health.alarms import COLLAPSE, SHIFT, Alarms, AlarmState
 from tribe.health.calibration import Calibration
-from tribe.health.estimate import EstimateState, Estimator, Features
+from tribe.health.estimate import Estimate, EstimateState, Estimator, Features
 from tribe.health.frames import Verdict
 from tribe.health.martingale import Reference
-from tribe.health.probe import Answers, ShiftState, ask, start_shift
+from tribe.health.probe import OFTEN, Answers, ShiftState, ask, start_shift
 from tribe.health.regression import GaussianProcess
 
 RECENT = 500  # images of the means: of the agreement with the source, and of what a method reports of its batches
+HINT = 0.5  # logarithm of the wealth of a gambler on a change, or on its end, from which more images are probes
+SETTLED = 256  # images after the alarm of a shift for which more images are probes
 QUARTERS = 4  # so often in a window the estimated accuracy is compared
 
 
@@ -74,8 +76,21 @@ class Watcher:
         verdict, alarms = self.alarms.look(state.alarms, x, valid)
         answers, shift = None, state.shift
         if self.probe:
-            answers, shift = ask(net, shift, x, valid, self.probe, measures=self.normal is not None)
+            often, compared = self.hinted(state), self.normal is not None
+            answers, shift = ask(net, shift, x, valid, self.probe, compared, often)
         return verdict, answers, state._replace(alarms=alarms, shift=shift)
+
+    def hinted(self, state: WatchState) -> Tensor | None:
+        """Return which streams (S,) may have changed, or changed lately, so that more images are worth a probe.
+
+        None: none of them. On other devices than a CPU the host would wait for the answer.
+        """
+        bet, alarms = state.alarms.martingale, state.alarms
+        if self.normal is None or self.probe <= OFTEN or self.probe % OFTEN or bet.over.device.type != "cpu":
+            return None
+        lately = bet.changed & (alarms.images - alarms.image[:, SHIFT] < SETTLED)
+        often = (bet.log_wealth.amax(1) > HINT) | (bet.over > HINT) | lately
+        return often if often.any() else None
 
     @torch.no_grad()
     def observe(
@@ -113,6 +128,14 @@ class Watcher:
             return state._replace(estimate=estimate)
         alarms = self.alarms.compare(state.alarms, self.estimator.read_window(estimate), self.clean, due)
         return state._replace(estimate=estimate, alarms=alarms)
+
+    @torch.no_grad()
+    def read(self, state: WatchState) -> Estimate:
+        """Return the estimates. Nothing is known of answers that collapse: calibration saw none."""
+        estimate = self.estimator.read(state.estimate)
+        familiar = estimate.familiar & ~state.alarms.on[:, COLLAPSE]
+        low, high = (torch.where(familiar, t, end) for t, end in ((estimate.low, 0.0), (estimate.high, 1.0)))
+        return estimate._replace(low=low, high=high, familiar=familiar)
 
     @torch.no_grad()
     def report(self, state: WatchState, info: Any, valid: Tensor) -> WatchState:

@@ -32,6 +32,7 @@ STREAM_GAUGES = {  # entries of the description of a stream -> the help text of 
     "accuracy": "Estimated accuracy of the last 500 images; with a calibration.",
     "accuracy_low": "Lower end of its 90 % interval.",
     "accuracy_high": "Upper end of its 90 % interval.",
+    "accuracy_familiar": "0 if calibration saw no such images: the accuracy is not known.",
     "accuracy_overall": "Estimated accuracy of the whole stream; with a calibration.",
     "source_accuracy": "Estimated accuracy of the source model on the last 500 images; with a calibration.",
     "source_accuracy_low": "Lower end of its 90 % interval.",

@@ -318,8 +318,8 @@ function fillRow(row, name, one) {
 // An estimate is its interval: the number alone would say more than is known.
 function showAccuracy(cell, known) {
   if (!cell.children.length) cell.append(make("span"), " ", make("span", { class: "interval" }));
-  const bounds = [known.accuracy_low, known.accuracy_high];
-  setText(cell.children[0], show("accuracy", known.accuracy));
+  const bounds = known.accuracy_familiar === false ? [null] : [known.accuracy_low, known.accuracy_high];
+  setText(cell.children[0], known.accuracy_familiar === false ? "not known" : show("accuracy", known.accuracy));
   setText(cell.children[1], bounds.every(Number.isFinite) ? bounds.map((value) => Math.round(100 * value)).join("–") : "");
   cell.title = interval(known) ?? "";
 }
@@ -380,6 +380,7 @@ const percent = (value) => (typeof value === "number" ? `${Math.round(100 * valu
 // An estimated accuracy of the last images with its interval, in words; null: there is none.
 function interval(known, name = "accuracy") {
   if (typeof known[name] !== "number") return null;
+  if (known.accuracy_familiar === false && name === "accuracy") return "not known: calibration saw no such images";
   return `${percent(known[name])}, with 90 % certainty from ${percent(known[`${name}_low`])} to ${percent(known[`${name}_high`])}`;
 }
 

@@ -31,6 +31,7 @@ HEALTH = {  # name in answers and descriptions -> field of `tribe.health.Health`
     "accuracy_low": "low",
     "accuracy_high": "high",
     "accuracy_overall": "overall",
+    "accuracy_familiar": "familiar",
     "source_accuracy": "source_accuracy",
     "source_accuracy_low": "source_low",
     "source_accuracy_high": "source_high",

@@ -97,7 +97,7 @@ def play(
         windows=tuple(windows),
         events=tuple(adapter.events[already:]),
         seconds=(sum(s for s, *_ in timed) / images_timed, sum(a for _, a, _ in timed) / images_timed),
-        remarks=tuple(recording.remarks),
+        remarks=(*recording.remarks, *_unknown(windows)),
         seed=seed,
         error=error,
         matters=matters,
@@ -149,6 +149,14 @@ def _window(end: int, health: Health) -> EstimatedWindow:
     """Return the estimates of the moment."""
     adapted = _estimate(health.accuracy, health.low, health.high)
     return EstimatedWindow(end, adapted, _estimate(health.source_accuracy, health.source_low, health.source_high))
+
+
+def _unknown(windows: Sequence[EstimatedWindow]) -> list[str]:
+    """Return a remark if the accuracy of some windows is not known."""
+    bounds = [window.adapted[1:] for window in windows if window.adapted is not None]
+    if not (unknown := bounds.count((0.0, 1.0))):
+        return []
+    return [f"calibration saw no images like those of {unknown} of {len(bounds)} windows: their accuracy is not known"]
 
 
 def _estimate(accuracy: float | None, low: float | None, high: float | None) -> EstimatedAccuracy | None:
