@@ -1,4 +1,4 @@
-"""One launch of each kind of kernel compiles for four GPUs of NVIDIA and one of AMD, and needs what it needed before."""
+"""Compile one launch of each kind of kernel for four GPUs of NVIDIA and one of AMD, and compare what it needs."""
 
 import csv
 import os
