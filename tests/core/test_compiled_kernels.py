@@ -1,4 +1,4 @@
-"""One launch of each kind of kernel compiles for four GPUs of NVIDIA and one of AMD, and needs what it needed before."""
+"""One launch of each kind of kernel compiles for four GPUs of NVIDIA and one of AMD, and needs what it did before."""
 
 import csv
 import os
