@@ -15,20 +15,19 @@ from pathlib import Path
 
 import torch
 
-if __name__ == "__main__":
-    torch.cuda.device_count = lambda: 1  # before the kernels are imported, so that they load Triton
+if __name__ == "__main__":  # not where pytest looks for examples: Triton loads slowly, and a GPU is pretended
+    torch.cuda.device_count = lambda: 1
 
-import triton
-from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-from tribe.core.kernels import activations, colour, filtering, random_numbers, statistics
-from tribe.core.rng import Key
-from tribe.norms.balanced import Groups
+    from tribe.core.kernels import activations, colour, filtering, random_numbers, statistics
+    from tribe.core.rng import Key
+    from tribe.norms.balanced import Groups
 
-TARGETS = {f"sm_{arch}": GPUTarget("cuda", arch, 32) for arch in (80, 89, 90, 120)}
-TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+TARGETS = {f"sm_{arch}": ("cuda", arch, 32) for arch in (80, 89, 90, 120)} | {"gfx942": ("hip", "gfx942", 64)}
 COLUMNS = "kernel", "target", "registers", "stack", "loads", "vector_loads"
 
 
@@ -115,7 +114,7 @@ class Driver:
     def __init__(self, number):
         self.get_current_device = lambda: number
         self.get_current_stream = lambda device: 0
-        self.get_current_target = lambda: list(TARGETS.values())[number]
+        self.get_current_target = lambda: GPUTarget(*list(TARGETS.values())[number])
 
 
 def recorded(target):
@@ -151,7 +150,7 @@ def resources(binary):
 def compiled(target):
     """Compile all launches for a target, and return the rows of the table: of a CUDA target only."""
     for name, (source, options) in recorded(target).items():
-        kernel = triton.compile(source, target=TARGETS[target], options=options)
+        kernel = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
         if target.startswith("sm_"):
             loads = re.findall(r"ld\.global(\.\w+)*?(\.v\d)?\.b\d+", kernel.asm["ptx"])
             yield name, target, *resources(kernel.asm["cubin"]), len(loads), sum(bool(v) for _, v in loads)

@@ -72,9 +72,10 @@ def or_without(work: Callable[[], T]) -> T:
     try:
         return work()
     except Exception as error:
-        if off is not None or (cause := _error_of_triton(error)) is None:
+        if (cause := _error_of_triton(error)) is None:
             raise
-        turn_off(f"Triton failed in a step ({type(cause).__name__}: {cause})")
+        if off is None:  # else another thread has turned them off
+            turn_off(f"Triton failed in a step ({type(cause).__name__}: {cause})")
     return work()
 
 
