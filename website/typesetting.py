@@ -19,9 +19,10 @@ def typeset(page: str) -> str:
 
 
 def displayed(latex: str) -> str:
-    """Return the box of an equation; ``\\tag{5}`` numbers it."""
+    """Return the box of an equation; ``\\tag{5}`` numbers it, and it may be broken at ``\\qquad``."""
     number = "".join(f'<span class="number">({text})</span>' for text in TAG.findall(latex))
-    return f'<div class="equation" tabindex="0">{mathml(TAG.sub("", latex), "block")}{number}</div>'
+    parts = "".join(mathml(part, "block") for part in TAG.sub("", latex).split(r"\qquad"))
+    return f'<div class="equation" tabindex="0"><div>{parts}</div>{number}</div>'
 
 
 def mathml(latex: str, display: str) -> str:
