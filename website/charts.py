@@ -23,6 +23,7 @@ DARK = {  # of each colour of tribe.experiments.plots, in the dark
 }
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b(?=[;\"' ])")
 BITMAP = re.compile(r'<image (?=xlink:href="data:image/png;base64,([^"]*)")')
+SCREENSHOT = 720  # pixels of width at which its words can be read
 IMAGE = re.compile(r"!\[([^\]]*)\]\((\S*?pictures/([\w-]+))\.(svg|png)\)")
 
 
@@ -67,7 +68,7 @@ def boxed(markdown: str) -> str:
         alt, place, name, kind = " ".join(match[1].split()), match[2], match[3], match[4]
         if name not in names() and not (FOLDER / f"{name}.dark.png").exists():
             return match[0]
-        fit = f'{{ style="min-width: {_width(name)}px" }}' if kind == "svg" else ""
+        fit = f'{{ style="min-width: {_width(name) if kind == "svg" else SCREENSHOT}px" }}'
         both = f"![{alt}]({place}.{kind}#only-light){fit}![{alt}]({place}.dark.{kind}#only-dark){fit}"
         return f'<div class="chart" tabindex="0" markdown="1">\n\n{both}\n\n</div>'
 

@@ -55,7 +55,7 @@ def page(name: str) -> str:
     cls, path = tribe.methods.get(name), paths()[name]
     code = (ROOT / path).read_text()
     idea, steps, settings = texts(name)
-    paper = cls.paper.removeprefix("none: ")
+    paper = re.sub("^none: .|^t", lambda match: match[0][-1].upper(), cls.paper)
     link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]})" if name in LINKS else "No paper on arXiv"
     api = f"[API reference](../reference/methods.md#{cls.__module__}.{cls.__qualname__})"
     parts = [

@@ -118,6 +118,8 @@ def cite(paper: str) -> str:
     'Wang et al., ICLR 2021'
     """
     first, *others = paper.partition(";")[0].split(", ")
+    if paper.startswith("none: "):
+        return "none"
     return f"{first}, {others[-1]}" if others else paper
 
 

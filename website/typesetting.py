@@ -9,6 +9,7 @@ from latex2mathml.converter import convert
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 BAR = '<mo stretchy="false">&#x0007C;</mo>'  # as an operator it has spaces on both sides
+SPACE = '<mspace width="0.17em"/>'
 TAG = re.compile(r"\\tag\{(.*?)\}")
 
 
@@ -33,7 +34,7 @@ def mathml(latex: str, display: str) -> str:
     """
     latex = html.unescape(latex).strip()
     made = str(convert(latex, display=display))
-    made = made.replace(BAR, "<mi>|</mi>").replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.17em"/>')
+    made = made.replace(BAR, "<mi>|</mi>").replace("<mi>log</mi>", f"{SPACE}<mi>log</mi>{SPACE}")
     if found := re.findall(r"\\\w*|>&<", made):
         raise ValueError(f"latex2mathml does not know {' '.join(found)} in {latex}: write the equation without it")
     return made
