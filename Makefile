@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help run reproduce serve test extras test-serve test-hostile test-kernels test-all test-slow check lint bench docs pages site dist dist-test clean
+.PHONY: help run reproduce serve test extras test-serve test-hostile test-kernels test-all test-slow check lint bench docs pages screenshots site dist dist-test clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -86,6 +86,9 @@ pages: $(INSTALLED)  ## generate the pages and drawings that are made from code 
 	$(BIN)/python -m website.methods > docs/methods.md.new && mv docs/methods.md.new docs/methods.md
 	for study in time health guard networks; do $(BIN)/python -m studies.$$study.run --render; done
 	$(BIN)/tribe reproduce document --runs results --out docs/reproduction.md
+
+screenshots: extras  ## take the pictures of pages that the documents show: a server, a trial, chromium
+	$(BIN)/python tests/screenshots.py
 
 $(VENV)/.docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

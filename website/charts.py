@@ -23,7 +23,8 @@ DARK = {  # of each colour of tribe.experiments.plots, in the dark
 }
 COLOUR = re.compile(r"#[0-9a-fA-F]{6}\b(?=[;\"' ])")
 BITMAP = re.compile(r'<image (?=xlink:href="data:image/png;base64,([^"]*)")')
-IMAGE = re.compile(r"!\[([^\]]*)\]\((\S*?pictures/([\w-]+))\.svg\)")
+SCREENSHOT = 720  # pixels of width at which its words can be read
+IMAGE = re.compile(r"!\[([^\]]*)\]\((\S*?pictures/([\w-]+))\.(svg|png)\)")
 
 
 def names() -> list[str]:
@@ -58,14 +59,17 @@ def darkened(svg: str) -> str:
 
 
 def boxed(markdown: str) -> str:
-    """Show each chart in the colours of the scheme; on a small screen it scrolls, and its words stay legible."""
+    """Show each chart in the colours of the scheme; on a small screen it scrolls, and its words stay legible.
+
+    A screenshot (PNG) has a dark variant beside it.
+    """
 
     def box(match: re.Match[str]) -> str:
-        alt, place, name = " ".join(match[1].split()), match[2], match[3]
-        if name not in names():
+        alt, place, name, kind = " ".join(match[1].split()), match[2], match[3], match[4]
+        if name not in names() and not (FOLDER / f"{name}.dark.png").exists():
             return match[0]
-        fit = f'{{ style="min-width: {_width(name)}px" }}'
-        both = f"![{alt}]({place}.svg#only-light){fit}![{alt}]({place}.dark.svg#only-dark){fit}"
+        fit = f'{{ style="min-width: {_width(name) if kind == "svg" else SCREENSHOT}px" }}'
+        both = f"![{alt}]({place}.{kind}#only-light){fit}![{alt}]({place}.dark.{kind}#only-dark){fit}"
         return f'<div class="chart" tabindex="0" markdown="1">\n\n{both}\n\n</div>'
 
     return IMAGE.sub(box, markdown)

@@ -38,8 +38,8 @@ TABLES = {"cifar10": "CIFAR10-C", "cifar100": "CIFAR100-C", "mnist": "MNIST-C"}
 ROWS = {"TEST": "source"}  # of these tables; others have the name of the method
 ERRORS = """## Errors
 
-Instance errors in percent on the paper's streams ([Reproduction](../reproduction.md)), in brackets the paper's. F and V: the
-distribution of classes is fixed or varies, with this imbalance.
+Instance errors in percent on the streams of the paper ([Reproduction](../reproduction.md)), with its own in brackets.
+F and V: the distribution of classes is fixed or varies, with this imbalance.
 
 """
 LATER = "{} on two other streams ([Methods](../methods.md#methods-later-than-the-paper)), in percent: {}.\n\n"
@@ -55,7 +55,7 @@ def page(name: str) -> str:
     cls, path = tribe.methods.get(name), paths()[name]
     code = (ROOT / path).read_text()
     idea, steps, settings = texts(name)
-    paper = cls.paper.removeprefix("none: ")
+    paper = re.sub("^none: .|^t", lambda match: match[0][-1].upper(), cls.paper)
     link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]})" if name in LINKS else "No paper on arXiv"
     api = f"[API reference](../reference/methods.md#{cls.__module__}.{cls.__qualname__})"
     parts = [

@@ -28,7 +28,7 @@ CLASSES_OF_FILTERS = (10, 100, 1000)
 SHOWN = ("source", "rotta", "tribe", "delta", "sotta", "cmf", "deyo", "petta", "bdn")  # in the table of later methods
 FILTERS = """
 A time filter stands behind any method, as in `tribe+time`: it uses the order of the images, and the method learns as
-without it. It is not part of the paper; see docs/time.md. A state is what one stream needs beside that of its method.
+without it. It is not part of the paper: [Time](time.md). A state is what one stream needs beside that of its method.
 """
 HEADER = """# Methods
 
@@ -118,6 +118,8 @@ def cite(paper: str) -> str:
     'Wang et al., ICLR 2021'
     """
     first, *others = paper.partition(";")[0].split(", ")
+    if paper.startswith("none: "):
+        return "none"
     return f"{first}, {others[-1]}" if others else paper
 
 

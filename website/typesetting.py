@@ -9,6 +9,7 @@ from latex2mathml.converter import convert
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 BAR = '<mo stretchy="false">&#x0007C;</mo>'  # as an operator it has spaces on both sides
+SPACE = '<mspace width="0.17em"/>'
 TAG = re.compile(r"\\tag\{(.*?)\}")
 
 
@@ -19,9 +20,10 @@ def typeset(page: str) -> str:
 
 
 def displayed(latex: str) -> str:
-    """Return the box of an equation; ``\\tag{5}`` numbers it."""
+    """Return the box of an equation; ``\\tag{5}`` numbers it, and it may be broken at ``\\qquad``."""
     number = "".join(f'<span class="number">({text})</span>' for text in TAG.findall(latex))
-    return f'<div class="equation" tabindex="0">{mathml(TAG.sub("", latex), "block")}{number}</div>'
+    parts = "".join(mathml(part, "block") for part in TAG.sub("", latex).split(r"\qquad"))
+    return f'<div class="equation" tabindex="0"><div>{parts}</div>{number}</div>'
 
 
 def mathml(latex: str, display: str) -> str:
@@ -32,7 +34,7 @@ def mathml(latex: str, display: str) -> str:
     """
     latex = html.unescape(latex).strip()
     made = str(convert(latex, display=display))
-    made = made.replace(BAR, "<mi>|</mi>").replace("<mi>log</mi>", '<mi>log</mi><mspace width="0.17em"/>')
+    made = made.replace(BAR, "<mi>|</mi>").replace("<mi>log</mi>", f"{SPACE}<mi>log</mi>{SPACE}")
     if found := re.findall(r"\\\w*|>&<", made):
         raise ValueError(f"latex2mathml does not know {' '.join(found)} in {latex}: write the equation without it")
     return made

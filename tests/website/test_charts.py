@@ -51,3 +51,11 @@ def test_a_page_shows_both_variants_and_leaves_other_pictures_alone():
     assert "![one two](../pictures/day.svg#only-light)" in page
     assert "![one two](../pictures/day.dark.svg#only-dark)" in page
     assert "![x](pictures/unknown.svg) ![y](a.png)" in page
+
+
+def test_a_screenshot_has_a_dark_variant_beside_it():
+    page = charts.boxed("![the page](pictures/server.png)")
+    assert re.findall(r"!\[the page\]\((\S+)\)", page) == [
+        "pictures/server.png#only-light",
+        "pictures/server.dark.png#only-dark",
+    ]

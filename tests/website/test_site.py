@@ -2,28 +2,38 @@
 
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 from urllib.parse import unquote, urldefrag, urlparse
 
 import pytest
+import yaml
 
 pytest.importorskip("mkdocs", reason="needs the extra docs: pip install '.[docs]'")
 pytest.importorskip("material", reason="needs the extra docs: pip install '.[docs]'")
 pytest.importorskip("mkdocstrings", reason="needs the extra docs: pip install '.[docs]'")
 
+pytest.importorskip("latex2mathml", reason="needs the extra docs: pip install '.[docs]'")
+
 from browsers import needs_chromium, started_chromium
+from places import ROOT
 from tribe import corruptions, methods, scenarios
+from website.method_pages import equations
 
 pytestmark = pytest.mark.slow  # builds a hundred pages
-WIDTHS = (390, 1280)
+WIDTHS = (390, 1440)
 
 
 class Page(HTMLParser):
-    """The anchors of a page, where it links to, and what it loads."""
+    """The anchors of a page, where it links to, what it loads, and its title."""
 
     def __init__(self, path):
         super().__init__()
-        self.anchors, self.links, self.loaded = {""}, [], []
+        self.anchors, self.links, self.loaded, self.title = {""}, [], [], None
         self.feed(path.read_text())
+
+    def handle_data(self, data):
+        if self.lasttag == "title" and self.title is None:
+            self.title = data
 
     def handle_starttag(self, tag, attributes):
         given = dict(attributes)
@@ -52,6 +62,44 @@ def test_every_link_and_anchor_exists_and_nothing_is_loaded_from_elsewhere(site)
     assert missing == []
     for path in site.rglob("*.css"):
         assert re.findall(r"(?:url\(|@import )[\"']?https?:[^)]*", path.read_text()) == [], path
+
+
+def test_the_servers_page_is_shown_in_both_schemes(site):
+    for name, picture in (("serving", "server"), ("try", "trial")):
+        shown = Page(site / f"{name}.html").loaded
+        assert {f"pictures/{picture}.png#only-light", f"pictures/{picture}.dark.png#only-dark"} <= set(shown)
+        assert all((ROOT / f"docs/pictures/{picture}{kind}.png").stat().st_size < 150_000 for kind in ("", ".dark"))
+
+
+def test_titles_differ_and_repeat_nothing(site):
+    titles = [Page(path).title for path in site.rglob("*.html") if path.name != "404.html"]
+    assert [title for title in titles if titles.count(title) > 1 or len({*title.split(" - ")}) == 1] == []
+
+
+def test_the_menu_names_every_file_once():
+    from website import hooks
+
+    def files(part):
+        values = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        return [part] if isinstance(part, str) else [place for value in values for place in files(value)]
+
+    text = re.sub(r"!!python\S+", "", (ROOT / "mkdocs.yml").read_text())
+    nav = files(hooks.on_config(SimpleNamespace(nav=yaml.safe_load(text)["nav"])).nav)
+    assert len(nav) > 60
+    assert [place for place in nav if nav.count(place) > 1] == []
+
+
+@pytest.mark.parametrize("name", equations())
+def test_a_method_has_a_page_with_its_equations_links_and_source(site, name):
+    path, cls = site / f"methods/{name}.html", methods.get(name)
+    page, html = Page(path), path.read_text()
+    assert 'class="equation"' in html
+    assert "arithmatex" not in html
+    assert any(link.startswith("../reference/methods.html#") for link in page.links)
+    assert html.count(f'class</span><span class="w"> </span><span class="nc">{cls.__name__}</span>') == 1
+    told = any(re.search(r"arxiv\.org|openreview\.net|budget\.html", link) for link in page.links)
+    assert told == (name not in ("pl", "source"))  # these have no paper that can be linked to
+    assert f"methods/{name}.html" in Page(site / "methods.html").links
 
 
 def test_galleries_show_every_corruption_and_every_scenario(site):
