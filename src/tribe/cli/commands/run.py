@@ -25,6 +25,7 @@ from tribe.experiments.realtime import Realtime
 from tribe.experiments.store import Result
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
+from tribe.methods.bridged import PREFIX, UNCHECKED
 from tribe.registry import nearest
 from tribe.streams.budget import Budget
 
@@ -203,6 +204,8 @@ def _show(
         cells[name] += [Text(f"{clock.cost:g}"), Text(f"{100 * clock.share:.1f}")]
     header = (*output.HEADER, *(("x inference", "taken, %") if clocks else ()))
     console.print(output.make_table(["method"], header, ([name, *row] for name, row in cells.items())))
+    if bridged := [name for name in results if name.startswith(PREFIX)]:
+        console.print(f"{', '.join(bridged)}: {UNCHECKED}", markup=False)
     first = next(iter(results.values())).experiment
     spec = {name: value for name, value in first.json().items() if name != "method"}
     if first.realtime is not None:
