@@ -40,7 +40,9 @@ class ComponentKind(NamedTuple):
         return {*self.members} <= {*dir(found), *(field.name for field in dataclasses.fields(found))}
 
 
-METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method, or a function from a network to an nn.Module", Method)
+METHOD = ComponentKind(
+    tribe.methods.registry, "a subclass of tribe.methods.Method, or a function from a network to an nn.Module", Method
+)
 SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", Scenario)
 DATASET = ComponentKind(
     tribe.datasets.registry,

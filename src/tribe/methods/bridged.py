@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -161,7 +161,7 @@ class Bridge(Method):
             if isinstance(layer, BatchNormReLU):  # others replace BatchNorm by layers of their own, without the ReLU
                 model = replace_module(model, name, _apart(layer))
         if net.outputs is not None:
-            model = nn.Sequential(model, _Chosen(net.outputs))
+            model = nn.Sequential(model, _Chosen(net.outputs)).eval()
         given = {name: getattr(self, name) for name in self.takes}
         with torch.enable_grad(), _seeded(net.device, seed):
             module = type(self).factory(model.requires_grad_(True), **given)
@@ -173,7 +173,9 @@ class Bridge(Method):
         ids = state.modules
         assert isinstance(ids, ModuleIds)
         copies, rows = [], []
-        for x, valid, *numbers in zip(batch.x, batch.valid, ids.tolist(), *(k.tolist() for k in state.key), strict=True):
+        for x, valid, *numbers in zip(
+            batch.x, batch.valid, ids.tolist(), *(k.tolist() for k in state.key), strict=True
+        ):
             module, output = ids.held[numbers[0]], None
             if valid.any():
                 module, output = self._forward(net, module, x[valid].to(net.dtype), numbers[1:])
@@ -193,8 +195,8 @@ class Bridge(Method):
             mine = copy.deepcopy(module)
         except Exception as error:  # the code of others may raise anything
             raise ValueError(
-                f"{self.name}: its module cannot be copied, and a step must leave the state before it as it is: {error}. "
-                "Keep no tensor that carries a graph: store loss.detach()"
+                f"{self.name}: its module cannot be copied, and a step must leave the state before it as it is: "
+                f"{error}. Keep no tensor that carries a graph: store loss.detach()"
             ) from error
         held = [(t, t._version) for t in itertools.chain(module.parameters(), module.buffers())]
         if any(t.device != x.device for t, _ in held):
