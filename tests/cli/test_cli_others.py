@@ -10,7 +10,7 @@ import torch
 
 import layouts
 from commands import assert_refused, message, succeeded, tribe_command
-from methods.test_bridged import OthersTent
+from others import OthersTent
 from tribe import models
 from tribe.experiments.store import finished
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("few")
 TINY = ("--set", "dataset.corruptions=('impulse_noise',)", "--set", "scenario.imbalance=1000000")
 OTHERS = f"import torch\nfrom torch import nn\n\n{inspect.getsource(OthersTent)}"
 FACTORY = "\ndef tent(net, lr=1e-3):\n    return OthersTent(net, lr)\n"
-BAD = "\ndef bad(net):\n    return nn.Sequential(nn.ReLU(inplace=True), net)\n"
+BAD = "\ndef bad(net):\n    return nn.Sequential(nn.Threshold(0.5, 0, inplace=True), net)\n"
 
 
 @pytest.fixture
@@ -84,6 +84,6 @@ def test_published_checkpoints_and_arrays_are_found_by_name(folder, tmp_path):
     options = (*given, "--scenario", "fully", "--methods", "source,bn", "--set", "dataset.corruptions=('fog',)")
     assert rows(tribe_command("run", *options, "--json", "-")).keys() == {"source", "bn"}
     torch.save(models.create("resnet20").state_dict(), place)
-    assert_refused(tribe_command("run", *options), place.name, "weights of another network")
+    assert_refused(tribe_command("run", *options), place.name, "do not fit")
     place.unlink()
     assert_refused(tribe_command("run", *options), f"{folder}/cifar10/corruptions", "Place them there")

@@ -11,31 +11,9 @@ from torch import nn
 
 import tribe
 from networks import batch
+from others import OthersTent
 from tribe.methods.bridged import bridge_class
 from tribe.testing import CLASSES, images, small_network
-
-
-class OthersTent(nn.Module):
-    """TENT as others write it, from its equations."""
-
-    def __init__(self, model, lr=1e-3):
-        super().__init__()
-        self.model = model.requires_grad_(False)
-        learned = []
-        for layer in model.modules():
-            if isinstance(layer, nn.BatchNorm2d):
-                layer.requires_grad_(True)
-                layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
-                learned += [layer.weight, layer.bias]
-        self.optimizer = torch.optim.Adam(learned, lr=lr)
-
-    def forward(self, x):
-        logits = self.model(x)
-        loss = -(logits.softmax(1) * logits.log_softmax(1)).sum(1).mean(0)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return logits
 
 
 def tent(net, lr=1e-3):
@@ -235,6 +213,37 @@ def test_a_copy_that_reaches_the_original_is_refused():
 
     with pytest.raises(ValueError, match="original"):
         tribe.adapt(small_network(), tribe.bridge(hooked))(batch())
+
+
+class Twice(torch.optim.Optimizer):
+    """An optimiser around another, as sharpness-aware ones are; both have the same groups."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1)
+        self.param_groups = self.base.param_groups
+
+    def step(self):
+        self.base.step()
+        self.base.step()
+
+
+def test_an_optimiser_around_another_is_copied_whole():
+    class Sharp(OthersTent):
+        def __init__(self, model):
+            super().__init__(model)
+            self.optimizer = Twice(self.optimizer.param_groups[0]["params"])
+
+    net, x = tribe.Backbone(small_network()), images(1, 6)
+    method = tribe.bridge(Sharp)
+    state = method.init(net)
+    first, after = method.step(net, state, x)
+    second, _ = method.step(net, after, x)
+    assert not torch.equal(first, second)
+    assert torch.equal(method.step(net, state, x)[0], first)
+    copied = after.modules.held[int(after.modules)]
+    assert copied.optimizer.param_groups is copied.optimizer.base.param_groups
+    assert any(copied.optimizer.base.param_groups[0]["params"][0] is p for p in copied.parameters())
 
 
 def test_bad_factories_are_refused():

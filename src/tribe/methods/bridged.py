@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +93,7 @@ class ModuleIds(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         given = [t for t in flatten([args, kwargs or {}]) if isinstance(t, cls)]
         with torch._C.DisableTorchFunctionSubclass():
             for t in flatten([result]):
@@ -102,7 +102,7 @@ class ModuleIds(Tensor):
                     t.held = {n: m for other in given for n, m in getattr(other, "held", {}).items() if n in numbers}
         return result
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()  # the modules of a state never change
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -192,7 +192,7 @@ class Bridge(Method):
     def _forward(self, net: Backbone, module: nn.Module, x: Tensor, key: Sequence[int]) -> tuple[nn.Module, Tensor]:
         """Return a copy of a module that has adapted to images (B, ...), and its logits (B, K)."""
         try:
-            mine = copy.deepcopy(module)
+            mine = _copied(module)
         except Exception as error:  # the code of others may raise anything
             raise ValueError(
                 f"{self.name}: its module cannot be copied, and a step must leave the state before it as it is: "
@@ -231,6 +231,19 @@ class _Chosen(nn.Module):
     def forward(self, logits: Tensor) -> Tensor:
         """(N, K) -> (N, outputs)."""
         return logits[:, self.outputs]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a deep copy; torch's own copy of an optimiser drops what a subclass, such as SAM, adds to it."""
+    memo: dict[int, Any] = {}
+    found = [o for m in module.modules() for o in vars(m).values() if isinstance(o, torch.optim.Optimizer)]
+    for optimizer in found:  # it grows
+        if id(optimizer) not in memo:
+            memo[id(optimizer)] = object.__new__(type(optimizer))
+            found += [inner for inner in vars(optimizer).values() if isinstance(inner, torch.optim.Optimizer)]
+    for optimizer in found:
+        vars(memo[id(optimizer)]).update({name: copy.deepcopy(t, memo) for name, t in vars(optimizer).items()})
+    return copy.deepcopy(module, memo)
 
 
 def _apart(layer: BatchNormReLU) -> nn.Sequential:
