@@ -199,7 +199,7 @@ class Bridge(Method):
                 f"{error}. Keep no tensor that carries a graph: store loss.detach()"
             ) from error
         held = [(t, t._version) for t in itertools.chain(module.parameters(), module.buffers())]
-        if any(t.device != x.device for t, _ in held):
+        if any(p.device != x.device for p in module.parameters()):
             raise ValueError(f"{self.name}: its module is not on {x.device}. Move the network before tribe.adapt")
         images = x.clone()
         with torch.enable_grad(), _seeded(x.device, *key):
@@ -220,7 +220,7 @@ class Bridge(Method):
 
 
 class _Chosen(nn.Module):
-    """Keeps some outputs: the classes of a data set that has fewer than the network."""
+    """Keep some outputs: the classes of a data set that has fewer than the network."""
 
     outputs: Tensor
 

@@ -32,8 +32,8 @@ from tribe.streams.budget import Budget
 MethodNames = Annotated[
     str,
     typer.Option(
-        help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, or file.py:Class. tribe+time adds a time "
-        "filter, see `tribe list filters`."
+        help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, file.py:Class, or file.py:function that "
+        "returns a module which adapts in its forward. tribe+time adds a time filter, see `tribe list filters`."
     ),
 ]
 Logits = Annotated[
