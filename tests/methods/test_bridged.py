@@ -41,7 +41,7 @@ def does(work):
 @pytest.fixture
 def digits(few_digits):
     data = tribe.datasets.create("live-mnist-c", data=few_digits, corruptions=("stripe",))
-    return tribe.Stream(data, tribe.scenarios.create("gli-f"), (5, 6))
+    return tribe.Stream(data, tribe.scenarios.create("gli-f", imbalance=1000), (5, 6))
 
 
 def network():
