@@ -33,7 +33,7 @@ serve: $(INSTALLED)  ## serve the embedded digits network on http://127.0.0.1:80
 
 # Everything optional that a test can use and that needs no GPU. torchvision comes without its compiled part: it is
 # built for other builds of torch.
-EXTRAS := dev,docs,grpc,models,onnx,pandas,ray,ray-serve,redis,serve,serve-fast,video
+EXTRAS := dev,digits,docs,grpc,models,onnx,pandas,ray,ray-serve,redis,serve,serve-fast,video
 # Programs that tests call, and their packages where these have other names.
 PROGRAMS := redis-server haproxy wrk chromium curl openssl nodejs npm promtool:prometheus systemd-analyze:systemd
 

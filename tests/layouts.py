@@ -28,6 +28,7 @@ def write(root):
     write_mnist_c(root / "mnist_c", draw)
     write_cifar_binary(root, draw)
     write_mnist(root / "mnist", draw)
+    write_usps(root / "usps", draw)
     write_imagenet_c(root / "ImageNet-C", draw)
     write_imagenet(root)
     write_folder(root / "camera", draw)
@@ -108,6 +109,15 @@ def write_mnist(folder, draw):
     folder.mkdir()
     for split in ("t10k", "train"):
         write_idx(folder, split, pixels(draw, PER, 28, 28), draw.integers(10, size=PER))
+
+
+def write_usps(folder, draw):
+    """Text as it is published: of the test images with few digits after the point, of the others with four."""
+    folder.mkdir()
+    for split, form in (("test", "{:g}"), ("train", "{:.4f}")):
+        rows = np.column_stack((draw.integers(10, size=PER), draw.integers(-1000, 1001, (PER, 256)) / 1000))
+        text = "".join(" ".join(map(form.format, row)) + " \n" for row in rows)
+        (folder / f"zip.{split}.gz").write_bytes(gzip.compress(text.encode()))
 
 
 def write_digits(root, train, test):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tribe.health.prepared import Prepared
     from tribe.health.report import StreamInfo
     from tribe.io.states import StateFileError
+    from tribe.methods.bridged import bridge
     from tribe.preparing.preparing import prepare
     from tribe.streams.adapter import Adapter, adapt, load
     from tribe.streams.budget import Budget, Deadline
@@ -61,6 +62,7 @@ _HOMES = {  # everything is imported when it is used: `tribe.onnx` runs where th
     "tribe.health.prepared": ("Prepared",),
     "tribe.health.report": ("StreamInfo",),
     "tribe.io.states": ("StateFileError",),
+    "tribe.methods.bridged": ("bridge",),
     "tribe.preparing": ("prepare",),
     "tribe.streams": ("Fleet", "fleet"),
     "tribe.streams.adapter": ("Adapter", "adapt", "load"),
@@ -92,6 +94,7 @@ __all__ = [
     "StreamInfo",
     "__version__",
     "adapt",
+    "bridge",
     "calibrate",
     "corruptions",
     "datasets",

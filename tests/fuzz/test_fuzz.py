@@ -6,6 +6,7 @@ that a failure repeats; the message names the seed.
 """
 
 import contextlib
+import gzip
 import json
 import random
 import sys
@@ -101,6 +102,18 @@ def read_idx(path):
     return datasets.create("mnist", data=str(path.parent)).labels("clean")
 
 
+def write_usps(path):
+    layouts.write_usps(path.parent / "usps", draw(0))
+    path.write_bytes(gzip.decompress((path.parent / "usps/zip.test.gz").read_bytes()))
+
+
+def read_usps(path):
+    (path.parent / "usps").mkdir(exist_ok=True)
+    (path.parent / "usps/zip.test.gz").unlink(missing_ok=True)
+    (path.parent / "usps/zip.test").write_bytes(path.read_bytes())
+    return datasets.create("usps", data=str(path.parent)).labels("usps")
+
+
 def picture(kind):
     return lambda path: layouts.picture(draw(1), 40, 30).save(path, kind)
 
@@ -130,6 +143,7 @@ READERS = {  # name of the file: how to write a valid one, how to read it, and t
     "array.npy": (lambda path: np.save(path, draw(2).random((7, 5))), open_npy, ValueError),
     "columns.npz": (lambda path: np.savez_compressed(path, a=np.arange(50), b=np.ones(50)), read_npz, ValueError),
     "images.idx": (write_idx, read_idx, ValueError),
+    "usps.txt": (write_usps, read_usps, ValueError),
     "made.json": (write_manifest, lambda path: manifest.read_manifest(path.parent), ValueError),
     "costs.json": (
         lambda path: path.write_text(json.dumps({"source": 1, "tribe": 7.25})),

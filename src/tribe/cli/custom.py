@@ -18,6 +18,7 @@ import tribe
 from tribe.data.scenarios import Scenario
 from tribe.experiments.provenance import from_file
 from tribe.methods import Method
+from tribe.methods.bridged import Bridge, bridge_class, is_factory
 from tribe.norms.named import split_text
 from tribe.registry import Registry, nearest
 
@@ -39,7 +40,9 @@ class ComponentKind(NamedTuple):
         return {*self.members} <= {*dir(found), *(field.name for field in dataclasses.fields(found))}
 
 
-METHOD = ComponentKind(tribe.methods.registry, "a subclass of tribe.methods.Method", Method)
+METHOD = ComponentKind(
+    tribe.methods.registry, "a subclass of tribe.methods.Method, or a function from a network to an nn.Module", Method
+)
 SCENARIO = ComponentKind(tribe.scenarios.registry, "a subclass of tribe.scenarios.Scenario", Scenario)
 DATASET = ComponentKind(
     tribe.datasets.registry,
@@ -61,11 +64,13 @@ def component_name(kind: ComponentKind, text: str) -> str:
     if ":" not in text:
         return text
     found = find_custom(text, kind.registry.kind, kind.fits)
+    if kind is METHOD and is_factory(found):
+        found = bridge_class(found)
     if not kind.fits(found):
         raise ValueError(f"{text} is not a {kind.registry.kind}: expected {kind.expected}; see CONTRIBUTING")
     name = next((name for name in kind.registry.names() if kind.registry.get(name) is found), None)
     if name is None:
-        name = re.split("[:.]", text)[-1].lower()
+        name = found.name if issubclass(found, Bridge) else re.split("[:.]", text)[-1].lower()
         kind.registry.register(name)(found)
     return name
 

@@ -103,6 +103,7 @@ class ExperimentRunner:
     ) -> list[Record]:
         """Play the streams from the last checkpoint on; one that cannot be used is set aside."""
         path = self.store.root / experiment.id / CHECKPOINT
+        savable = method.not_savable_because is None  # else an interrupted run begins anew
         while True:
             try:
                 return run(
@@ -111,7 +112,7 @@ class ExperimentRunner:
                     stream,
                     seed=experiment.seeds,
                     spec=experiment.json() | {"experiment": experiment.id},
-                    checkpoint=path,
+                    checkpoint=path if savable else None,
                     every=self.settings.every,
                     keep_checkpoint=True,  # a disk that is full now must not cost the whole run
                     keep_outputs=self.settings.keep_outputs,

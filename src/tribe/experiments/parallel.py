@@ -40,6 +40,7 @@ from tribe.experiments.runner import Progress
 from tribe.experiments.store import Result, ResultStore
 from tribe.experiments.workbench import Workbench
 from tribe.io.files import Busy
+from tribe.methods.bridged import bridge_class, is_factory
 from tribe.norms.named import find_class
 from tribe.registry import Registry
 
@@ -117,7 +118,7 @@ class CustomCode(NamedTuple):
             # The module is named by its path, so that a changed file replaces its older version in the registry.
             cls = find(from_file(path, f"tribe_{self.kind}_{hashlib.sha256(str(self.file).encode()).hexdigest()[:16]}"))
         if self.name not in registry.names():
-            registry.register(self.name)(cls)
+            registry.register(self.name)(bridge_class(cls) if is_factory(cls) else cls)
 
 
 def custom_code(experiment: Experiment) -> tuple[CustomCode, ...]:

@@ -99,6 +99,8 @@ def run(
     columns: Sequence[Columns] = [empty] * len(stream.seeds)
     file, state, start = None, clone(source), 0
     if checkpoint is not None:
+        if method.not_savable_because is not None:
+            raise ValueError(f"{method.name}: {method.not_savable_because}")
         check_file(checkpoint)  # before the work, not after it
         file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, keep_outputs)

@@ -78,6 +78,7 @@ class Method(ABC):
     # values in the middle of it, or not at all.
     capture: ClassVar[Literal["whole", "segments", "never"]] = "whole"
     not_exportable_because: ClassVar[str | None] = None  # what `logits` does besides a pass of `deployed`
+    not_savable_because: ClassVar[str | None] = None  # what its state holds besides tensors
     dense: ClassVar[bool] = False  # whether it never looks at the output, which need not be logits then
     # Settings by name.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {  # published, by data set; a class adds to what it inherits

@@ -115,6 +115,7 @@ class Pipeline:
     classes = _of_the_method("classes")
     needs = _of_the_method("needs")
     works_on = _of_the_method("works_on")
+    not_savable_because = _of_the_method("not_savable_because")
     does_not_adapt = _of_the_method("does_not_adapt")
     study = _of_the_method("study")
 

@@ -77,6 +77,8 @@ class Streams(Histories):
         require(rows is None or is_whole(rows, least=1), "rows is the most states on the device, at least 1", rows)
         require(isinstance(exact, bool), "exact is True or False", exact)
         check_seed(seed)
+        if single is None:
+            require_savable(method)  # its entries move to the host, into files and together through the network
         found = check_network(net, method, classes)
         self.net, self.method = net, method
         self.classes = found or 0  # 0: not known, of a network whose output may be something else than logits
@@ -440,6 +442,7 @@ class Streams(Histories):
         return self._fingerprint
 
     def _saved(self, entry: Entry) -> Saved:
+        require_savable(self.method)
         self.pace.check_resolved()
         fields, tensors = method_for_file(self.method), leaves(entry.state)
         shadow = list(entry.shadow) if any(entry.shadow) else []
@@ -481,6 +484,12 @@ def check_seed(seed: Any) -> None:
     """Raise if this is not a seed."""
     if not is_whole(seed):
         raise TypeError(f"seed is an int; got {seed!r}")
+
+
+def require_savable(method: AnyMethod) -> None:
+    """Refuse a method whose state no file can hold."""
+    if method.not_savable_because is not None:
+        raise ValueError(f"{method.name}: {method.not_savable_because}")
 
 
 def _decode(name: str, data: bytes) -> tuple[str, Saved]:

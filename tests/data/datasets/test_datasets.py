@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import torch
 
 import layouts
 from layouts import PER, Malicious, made
-from tribe import datasets, scenarios
+from tribe import datasets, methods, scenarios
 from tribe.data.datasets import clean
 from tribe.data.datasets.files import MissingData, data_root
 from tribe.experiments.stream import Stream
+from tribe.experiments.workbench import trained_on
 from tribe.testing import check_dataset
 
 
@@ -255,3 +257,64 @@ def test_bad_requests(root):
     (root / "mnist_c/fog/test_labels.npy").unlink()
     with pytest.raises(MissingData, match=r"corruption 'fog' not found: looked for .*test_labels.npy"):
         made("mnist-c", root).labels("fog")
+
+
+def test_digits_of_others_stand_in_the_box_of_mnist_and_take_its_presets(root):
+    pytest.importorskip("sklearn")
+    for name, count in (("optdigits", 1797), ("usps", PER)):
+        data = made(name, root)
+        assert (trained_on(data), tuple(data.domains), len(data.labels(name))) == ("mnist", (name,), count)
+        images = data.images(name, torch.arange(count))
+        assert images.shape[1:] == (1, 28, 28)
+        assert images[:, :, 4:24, 4:24].amax() > 0.8
+        assert not images[:, :, :4].any()
+        assert not images[..., 24:].any()
+        methods.create("tribe", **methods.get("tribe").presets[trained_on(data)])
+    with pytest.raises(ValueError, match="split"):
+        made("optdigits", root, split="train").labels("optdigits")
+
+
+def test_optdigits_without_scikit_learn_names_the_extra(root, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"tribe-tta\[digits\]"):
+        made("optdigits", root).labels("optdigits")
+
+
+@pytest.mark.parametrize("split", ["test", "train"])
+def test_usps_is_the_text_of_its_file(split, root):
+    row = gzip.decompress((root / f"usps/zip.{split}.gz").read_bytes()).split(b"\n")[3].split()
+    data = made("usps", root, split=split)
+    assert data.labels("usps")[3] == float(row[0])
+    corner = (float(row[1]) + 1) / 2  # the first pixel of the box is that of the file
+    assert data.images("usps", torch.tensor([3]))[0, 0, 4, 4].item() == pytest.approx(corner, abs=1 / 255)
+
+
+BAD_USPS = {
+    "another width": (b"1 0 0\n", "3 numbers"),
+    "a word": (b"1 " + b"0 " * 255 + b"dark\n", "cannot be read"),
+    "a ragged line": (b"1 " + b"0 " * 256 + b"\n2 0\n", "cannot be read"),
+    "nothing": (b"", "no numbers"),
+    "a label of 10": (b"10 " + b"0 " * 256, "label"),
+    "half a label": (b"1.5 " + b"0 " * 256, "label"),
+    "bytes of grey": (b"1 " + b"255 " * 256, "grey"),
+    "no number": (b"1 " + b"nan " * 256, "grey"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_USPS)
+def test_bad_files_of_usps_are_refused(case, root):
+    content, word = BAD_USPS[case]
+    (root / "usps/zip.test.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(ValueError, match=rf"zip\.test.*{word}"):
+        made("usps", root).labels("usps")
+
+
+def test_usps_that_is_missing_cut_short_or_no_gzip_is_named(root):
+    path = root / "usps/zip.test.gz"
+    for content in (path.read_bytes()[:-30], b"hello"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="cannot be read"):
+            made("usps", root).labels("usps")
+    path.unlink()
+    with pytest.raises(MissingData, match="curl"):
+        made("usps", root).labels("usps")

@@ -25,14 +25,15 @@ from tribe.experiments.realtime import Realtime
 from tribe.experiments.store import Result
 from tribe.fields import printable
 from tribe.io.files import check_file, check_folder
+from tribe.methods.bridged import PREFIX, UNCHECKED
 from tribe.registry import nearest
 from tribe.streams.budget import Budget
 
 MethodNames = Annotated[
     str,
     typer.Option(
-        help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, or file.py:Class. tribe+time adds a time "
-        "filter, see `tribe list filters`."
+        help="Methods, comma-separated; `all`, `ablations` for TRIBE's parts, file.py:Class, or file.py:function that "
+        "returns a module which adapts in its forward. tribe+time adds a time filter, see `tribe list filters`."
     ),
 ]
 Logits = Annotated[
@@ -203,6 +204,8 @@ def _show(
         cells[name] += [Text(f"{clock.cost:g}"), Text(f"{100 * clock.share:.1f}")]
     header = (*output.HEADER, *(("x inference", "taken, %") if clocks else ()))
     console.print(output.make_table(["method"], header, ([name, *row] for name, row in cells.items())))
+    if bridged := [name for name in results if name.startswith(PREFIX)]:
+        console.print(f"{', '.join(bridged)}: {UNCHECKED}", markup=False)
     first = next(iter(results.values())).experiment
     spec = {name: value for name, value in first.json().items() if name != "method"}
     if first.realtime is not None:

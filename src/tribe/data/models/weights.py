@@ -21,6 +21,11 @@ PREFIXES = ("module.", "model.", "_orig_mod.")  # that DataParallel, wrappers an
 ENVELOPES = ("state_dict", "model_state_dict", "model")  # the keys of a state dict in files of training scripts
 CONSTANTS = (("mu", "sigma"), ("mean", "std"), ("normalize.mean", "normalize.std"))  # input normalisation
 TRAINED_HERE = ("mnist", "cifar10", "cifar100")  # data sets for which `tribe train` has a recipe
+PUBLISHED = {  # RobustBench's names of networks; their files lie in models/DATASET/corruptions, for others in ckpt/...
+    "wrn28_10": "Standard",
+    "wrn40_2_augmix": "Hendrycks2020AugMix_WRN",
+    "resnext29_augmix": "Hendrycks2020AugMix_ResNeXt",
+}
 SHIPPED = Path(__file__).parent / "shipped"  # weights that come with the package
 CHANNELS = 1000  # of an image, at most
 ROUNDING = 1e-3  # tolerance between the constants of a file, which may have half precision, and of the network
@@ -33,11 +38,15 @@ class WeightsError(ValueError):
 def find(model: str, dataset: str, root: str | PathLike[str] | None = None) -> Path:
     """Find the weights of a named network trained on a data set: under ``root``/weights, or in the package.
 
+    Files of RobustBench are found in its folders under ``root``: ``models/cifar10/corruptions/Standard.pt``.
+
     ``root`` is the folder of all data sets; by default $TRIBE_DATA, else the user's cache directory.
     """
     root = data_root() if root is None else Path(root)
     name = f"{model}_{dataset}.safetensors"
     places = [root / "weights" / name, root / "weights" / f"{model}.safetensors"]
+    if model in PUBLISHED:
+        places += [root / folder / dataset / "corruptions" / f"{PUBLISHED[model]}.pt" for folder in ("models", "ckpt")]
     for place in (*places, SHIPPED / name):
         if place.is_file():
             return place

@@ -28,6 +28,7 @@ from tribe.experiments.report.groups import (
     mean_text,
 )
 from tribe.fields import printable
+from tribe.methods.bridged import PREFIX, UNCHECKED
 
 MOST_COLUMNS = 20  # of a table of classes; more classes become a map
 MOST_OPEN = 6  # groups; more are folded, and a reader opens those of interest
@@ -122,7 +123,8 @@ def _lead(runs: Runs, common: Sequence[str]) -> str:
     if wins:
         most = ", ".join(f"{label} on {n}" for label, n in sorted(wins.items(), key=lambda win: (-win[1], win[0])))
         text += f" Lowest instance error: {most} of {len(runs.groups):,}."
-    return text
+    bridged = dict.fromkeys(label.partition(",")[0] for label in runs.labels if label.startswith(PREFIX))
+    return text + f" {', '.join(bridged)}: {UNCHECKED}." * bool(bridged)
 
 
 def _winners(group: ResultGroup) -> list[str]:
