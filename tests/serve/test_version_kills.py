@@ -221,6 +221,7 @@ class Replay:
     def check(self, record):
         if record[0] == "gone":
             self.unanswered = [*self.unanswered[-3:], record[1]]
+            self.suppose(*record[1:])
             return
         _, id, asked, answer, ended, began = record
         facts, logits = answer.facts, torch.from_numpy(answer.logits.copy())
@@ -244,15 +245,22 @@ class Replay:
             self.prove(id, version, clock, logits)
         self.before = here
 
+    def suppose(self, id, asked):
+        """Note the states after a request without an answer, which is sent again: it may have been learned."""
+        version, _, clock = self.before or ("1", 0, 0)
+        if asked in (None, version):
+            after = [self.step(version, state, id)[1] for state in self.latest(version, clock).values()]
+            self.keep(version, clock + 1, after)
+
     def follow(self, id, version, generation, clock):
         """Note the states that a stream may have after a request in shadow, which may have been learned or not."""
         if self.before == (version, generation, clock):
             return
-        stepped = [self.step(version, state, id)[1] for state in self.reached(version, clock - 1, self.latest)]
+        after = [self.step(version, state, id)[1] for state in self.latest(version, clock - 1).values()]
         if self.before != (version, generation, clock - 1):
-            stepped += self.reached(version, clock, self.latest)
-        assert stepped, f"version {version} has no state at clock {clock}"
-        self.keep(version, clock, stepped)
+            after += self.latest(version, clock).values()
+        assert after, f"version {version} has no state at clock {clock}"
+        self.keep(version, clock, after)
 
     def prove_step(self, id, version, clock, logits):
         for known in (self.latest, self.anywhere):
