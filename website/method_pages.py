@@ -56,11 +56,11 @@ def page(name: str) -> str:
     code = (ROOT / path).read_text()
     idea, steps, settings = texts(name)
     paper = re.sub("^none: .|^t", lambda match: match[0][-1].upper(), cls.paper)
-    link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]})" if name in LINKS else "No paper on arXiv"
+    link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]}) · " if name in LINKS else ""
     api = f"[API reference](../reference/methods.md#{cls.__module__}.{cls.__qualname__})"
     parts = [
         f"---\ntitle: 'Method: {name}'\n---\n# `{name}`\n\n**{idea}**",
-        f"{paper}.\n{link} · {api} · [source](#source)",
+        f"{paper}.\n{link}{api} · [source](#source)",
     ]
     if name in equations():
         parts += [f"## Equations\n\n{equations()[name]}", f'<small markdown="1">{notation()}</small>']
