@@ -102,7 +102,8 @@ def listed(text: str) -> str:
         items = [re.fullmatch(r" {4}([\w-]+(?: \w+)*) {2,}((?:\S| (?! {3}))+)", line) for line in joined.split("\n")]
         if not all(items):
             return match[0]
-        return "\n".join(re.sub(r" *-> ", " → ", f"- **{item[1]}** {item[2]}") for item in items if item)
+        rows = (f"- **{item[1]}** {item[2]}" for item in items if item)
+        return "\n".join(row.replace(" -> ", " → ").replace(" <- ", " ← ") for row in rows)
 
     return re.sub(r"(?m)^ {4}\S.*(?:\n {4}.*)*", block, re.sub(r" {2,}(->|\()", r" \1", text))
 
