@@ -56,11 +56,11 @@ def page(name: str) -> str:
     code = (ROOT / path).read_text()
     idea, steps, settings = texts(name)
     paper = re.sub("^none: .|^t", lambda match: match[0][-1].upper(), cls.paper)
-    link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]})" if name in LINKS else "No paper on arXiv"
+    link = f"[{'Paper' if 'http' in LINKS[name] else 'More'}]({LINKS[name]}) · " if name in LINKS else ""
     api = f"[API reference](../reference/methods.md#{cls.__module__}.{cls.__qualname__})"
     parts = [
         f"---\ntitle: 'Method: {name}'\n---\n# `{name}`\n\n**{idea}**",
-        f"{paper}.\n{link} · {api} · [source](#source)",
+        f"{paper}.\n{link}{api} · [source](#source)",
     ]
     if name in equations():
         parts += [f"## Equations\n\n{equations()[name]}", f'<small markdown="1">{notation()}</small>']
@@ -102,7 +102,8 @@ def listed(text: str) -> str:
         items = [re.fullmatch(r" {4}([\w-]+(?: \w+)*) {2,}((?:\S| (?! {3}))+)", line) for line in joined.split("\n")]
         if not all(items):
             return match[0]
-        return "\n".join(re.sub(r" *-> ", " → ", f"- **{item[1]}** {item[2]}") for item in items if item)
+        rows = (f"- **{item[1]}** {item[2]}" for item in items if item)
+        return "\n".join(row.replace(" -> ", " → ").replace(" <- ", " ← ") for row in rows)
 
     return re.sub(r"(?m)^ {4}\S.*(?:\n {4}.*)*", block, re.sub(r" {2,}(->|\()", r" \1", text))
 
