@@ -227,7 +227,7 @@ def choose_lengths(
     for call in calls.values():
         warm_up(call, net.device, 1)
     plain, step, corrupt = (seconds(call, 2, net.device) for call in calls.values())
-    later = FIT + len(BATCHES) * (ROUNDS + 3) * sum(max(BLOCK, t) for t in (plain, step * _period(method)))
+    later = FIT + len(BATCHES) * (_rounds(method) + 3) * sum(max(BLOCK, t) for t in (plain, step * _period(method)))
     plain, step, corrupt = plain / len(some), step / len(some), corrupt / len(conditions)
     whole = min(TIMES * IMAGES * plain, MOST_SECONDS) / (QUICK if quick else 1)
     each = (
@@ -264,7 +264,7 @@ def measure_costs(net: Backbone, method: AnyMethod, images: Tensor) -> tuple[Cos
         calls: dict[str, Callable[[], object]] = {"plain": torch.no_grad()(lambda x=x, m=model: m(x)), "adapting": step}
         for call in calls.values():
             warm_up(call, net.device, 2)
-        times = time_in_turns(calls, ROUNDS, net.device, block=BLOCK, periods={"adapting": _period(method)})
+        times = time_in_turns(calls, _rounds(method), net.device, block=BLOCK, periods={"adapting": _period(method)})
         plain, adapting = (1000 * median(times[name]) / batch for name in calls)
         costs.append(Cost(batch, plain, adapting))
     return tuple(costs)
@@ -273,6 +273,11 @@ def measure_costs(net: Backbone, method: AnyMethod, images: Tensor) -> tuple[Cos
 def _period(method: AnyMethod) -> int:
     """Return after how many batches the cost of a batch repeats."""
     return min(getattr(Pipeline.of(method).method, "learn_every", 1) or 1, 64)
+
+
+def _rounds(method: AnyMethod) -> int:
+    """Return how often costs are measured: a long period is an average already."""
+    return ROUNDS if _period(method) < 2 * ROUNDS else 2
 
 
 def describe_inputs(images: Tensor) -> Inputs:
