@@ -34,7 +34,7 @@ from tribe.io.files import check_file
 from tribe.io.json_files import Where
 from tribe.io.states import StateFileError
 from tribe.methods import AnyMethod, Method, Pipeline, check_fits
-from tribe.methods.encoding import encode_fields
+from tribe.methods.encoding import encode_fields, require_savable
 
 AHEAD = 4  # batches that are read while a GPU computes: decoding takes turns with waiting for files
 
@@ -99,8 +99,7 @@ def run(
     columns: Sequence[Columns] = [empty] * len(stream.seeds)
     file, state, start = None, clone(source), 0
     if checkpoint is not None:
-        if method.not_savable_because is not None:
-            raise ValueError(f"{method.name}: {method.not_savable_because}")
+        require_savable(method)
         check_file(checkpoint)  # before the work, not after it
         file = RunCheckpoint(Path(checkpoint), _identity(net, method, stream, seeds, given))
         state, columns, start = file.resume(source, columns, stream, keep_outputs)

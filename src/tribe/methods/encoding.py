@@ -48,8 +48,15 @@ def decode_value(value: Any) -> Any:
 # Nothing that a file names is opened or imported: it could name any file of this machine.
 
 
+def require_savable(method: AnyMethod) -> None:
+    """Raise if no file can hold the method's state."""
+    if method.not_savable_because is not None:
+        raise ValueError(f"{method.name}: {method.not_savable_because}")
+
+
 def method_for_file(method: AnyMethod) -> dict[str, Any]:
     """Return the fields of a method as a state file holds them: source knowledge also has the name of its file."""
+    require_savable(method)
     fields = encode_fields(method)
     for name, known in get_fields(method).items():
         if isinstance(known, Knowledge):

@@ -165,7 +165,7 @@ class Session:
 
     @property
     def differs(self) -> tuple[str, ...]:
-        """What differs from the prepared file that the file was exported with."""
+        """The ways in which it differs from the prepared file that it was exported with."""
         return tuple(self.header.get("differs", ()))
 
     @property

@@ -31,7 +31,7 @@ from tribe.io import states
 from tribe.io.states import Saved, StateFileError
 from tribe.methods import AnyMethod, Deployed, Pipeline
 from tribe.methods.building import check_network
-from tribe.methods.encoding import check_settings, method_for_file
+from tribe.methods.encoding import check_settings, method_for_file, require_savable
 from tribe.methods.pipeline import plain_network
 from tribe.registry import nearest
 from tribe.streams.batching import Arrived, EntryGroup, Runner, gather_deployed, group_entries
@@ -442,7 +442,6 @@ class Streams(Histories):
         return self._fingerprint
 
     def _saved(self, entry: Entry) -> Saved:
-        require_savable(self.method)
         self.pace.check_resolved()
         fields, tensors = method_for_file(self.method), leaves(entry.state)
         shadow = list(entry.shadow) if any(entry.shadow) else []
@@ -484,12 +483,6 @@ def check_seed(seed: Any) -> None:
     """Raise if this is not a seed."""
     if not is_whole(seed):
         raise TypeError(f"seed is an int; got {seed!r}")
-
-
-def require_savable(method: AnyMethod) -> None:
-    """Refuse a method whose state no file can hold."""
-    if method.not_savable_because is not None:
-        raise ValueError(f"{method.name}: {method.not_savable_because}")
 
 
 def _decode(name: str, data: bytes) -> tuple[str, Saved]:

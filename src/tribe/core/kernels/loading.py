@@ -10,7 +10,7 @@ import torch
 
 
 class _StandIn:
-    """What stands in for Triton and its language, so that the kernels' files can be imported."""
+    """Stand in for Triton and its language, so that the files of the kernels can be imported."""
 
     constexpr = int
 
