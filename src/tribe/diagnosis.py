@@ -64,7 +64,7 @@ class Report:
     confidence: float | None = None
     accuracy: float | None = None  # on these images, if their labels are given
     graphs: str | None = None  # "available", or why steps cannot be captured in CUDA graphs
-    kernels: str | None = None  # "available", or why Triton's kernels do not run
+    kernels: str | None = None  # "on", and how they were checked, or why Triton's kernels do not run
     fusion: str | None = None  # what kernels compute together, or why they do not
     problems: list[str] = field(default_factory=list)
 
@@ -160,9 +160,7 @@ def _on_gpu(net: Backbone, x: Tensor | None, problems: list[str]) -> dict[str, A
     with torch.cuda.device(net.device) if gpu else contextlib.nullcontext():  # where kernels launch
         can_launch = kernels.can_launch(net.eps)
         graphs = _try_graphs(net, x, problems) if gpu else on_cpu
-    state = "available" if can_launch else "off: Triton is not installed, or a warning said why" if gpu else on_cpu
-    if gpu and kernels.mode() is False:
-        state = "off: TRIBE_KERNELS=off, kernels.using(False), or a warning said why"
+    state = kernels.state() if gpu or can_launch else on_cpu
     fusion = net.fusion.describe() if net.fusion.tried or can_launch else "off: it needs kernels" if gpu else on_cpu
     return {"graphs": graphs, "kernels": state, "fusion": fusion}
 

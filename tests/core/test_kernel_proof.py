@@ -15,6 +15,7 @@ import tribe
 from kernel_runs import DEVICE, runs
 from tribe.core import augment, kernels, rules
 from tribe.core.backbone import Backbone
+from tribe.core.graphs import Steps
 from tribe.core.kernels import activations, colour, filtering, proof, random_numbers, statistics
 from tribe.core.state import leaves
 from tribe.filters import markov
@@ -219,6 +220,19 @@ def test_a_step_in_which_triton_fails_is_repeated_without_kernels(first_use, mon
     assert len(caught) == 1
     assert "TypeError" in kernels.state()
     same(found, wanted)
+
+
+@runs
+def test_steps_are_repeated_without_kernels(first_use, monkeypatch):
+    method, net = tribe.methods.create("tribe", classes=CLASSES), Backbone(small_network()).to(DEVICE)
+    state = method.init(net, 1)
+    with kernels.using("auto"):
+        assert kernels.can_launch(torch.zeros(1, device=DEVICE))  # the comparison went well
+        monkeypatch.setattr(statistics, "_update", Failing(statistics._update))
+        with pytest.warns(RuntimeWarning, match="off in this process"):
+            found = Steps(method, net)(state, images(1, 6))
+    with kernels.using(False):
+        same(found, method.step(net, state, images(1, 6)))
 
 
 @runs

@@ -11,7 +11,7 @@ import tribe
 from captured_methods import CAPTURABLE, IN_SEGMENTS, METHODS
 from networks import Around
 from simulated_gpu import Graph, on_gpu, simulate
-from tribe.core import graphs
+from tribe.core import graphs, kernels
 from tribe.core.backbone import Backbone
 from tribe.core.graphs import Steps
 from tribe.core.state import digest, leaves
@@ -22,6 +22,8 @@ from tribe.testing import images, ready, small, small_network
 def simulated(monkeypatch):
     simulate(monkeypatch)
     monkeypatch.setattr(graphs, "WARM_UP", 1)
+    with kernels.using(False):
+        yield
 
 
 @pytest.mark.parametrize(("name", "fields"), CAPTURABLE + IN_SEGMENTS, ids=str)
@@ -56,6 +58,16 @@ def test_the_branches_for_a_gpu_give_the_numbers_of_those_for_a_cpu(name, fields
         assert (logits - wanted).abs().max() <= 2e-4
     for leaf, t in leaves(here).items():
         assert torch.allclose(t.double(), leaves(there)[leaf].double(), atol=1e-3), leaf
+
+
+def test_a_gpu_without_triton_is_named_once(monkeypatch):
+    monkeypatch.setattr(kernels, "missing", "Triton cannot be imported (AttributeError: jit)")
+    with on_gpu(), kernels.using("auto"):
+        with pytest.warns(RuntimeWarning, match="AttributeError"):
+            tribe.adapt(small_network(), "tent")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tribe.adapt(small_network(), "tent")
 
 
 def test_a_replay_runs_no_python():

@@ -15,6 +15,7 @@ functions before and after the decision through `segment`, and each of them is c
 """
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -58,6 +59,12 @@ def capture_refusal(method: Any, device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
+def _warn_without_kernels(reason: str) -> None:
+    message = f"{reason}: steps on a GPU take several times as long. Set TRIBE_KERNELS=off to silence this warning"
+    warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
 class Steps:
     """Takes a method's steps on a network, captured in CUDA graphs if that is requested and possible.
 
@@ -78,6 +85,8 @@ class Steps:
     def use(self, net: Backbone) -> None:
         """Go on with this network, which may have moved; drop the recordings."""
         self.net = net
+        if net.device.type == "cuda" and kernels.missing is not None and kernels.mode() is not False:
+            _warn_without_kernels(kernels.missing)
         self._captured: Captured | CapturedSegments | None = None
         never = "graphs=False" if self.graphs is False else None
         self.capture_disabled_reason = never or capture_refusal(self.method, self.net.device)
@@ -92,23 +101,26 @@ class Steps:
             raise self._not_captured()  # the network has moved to a device without graphs
         on_its_device = torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()  # where kernels launch
         with on_its_device, deterministic() if self.deterministic else contextlib.nullcontext():
-            failure = None
-            if self.capture_disabled_reason is None and x.shape[1]:
-                try:
-                    return self._step_captured(state, x, valid)
-                except Exception as error:  # the network is the caller's, and may raise anything
-                    if self.graphs is True:
-                        raise
-                    failure = f"the step could not be captured in a CUDA graph ({type(error).__name__}: {error})"
-                # Here the error is gone, and with its traceback the memory of the recording, which a step may need.
-                self._captured = None
-                torch.cuda.empty_cache()
-            # A step is pure: this one starts from the same state, and raises what is wrong with the images themselves.
-            result: tuple[Tensor, Any] = self.method.step(self.net, state, x, valid, retired)
-            if failure is not None:
-                self._give_up(failure)
-                warnings.warn(f"{failure}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
-            return result
+            return kernels.or_without(lambda: self._step(state, x, valid, retired))
+
+    def _step(self, state: Any, x: Tensor, valid: Tensor | None, retired: Any) -> tuple[Tensor, Any]:
+        failure = None
+        if self.capture_disabled_reason is None and x.shape[1]:
+            try:
+                return self._step_captured(state, x, valid)
+            except Exception as error:  # the network is the caller's, and may raise anything
+                if self.graphs is True:
+                    raise
+                failure = f"the step could not be captured in a CUDA graph ({type(error).__name__}: {error})"
+            # Here the error is gone, and with its traceback the memory of the recording, which a step may need.
+            self._captured = None
+            torch.cuda.empty_cache()
+        # A step is pure: this one starts from the same state, and raises what is wrong with the images themselves.
+        result: tuple[Tensor, Any] = self.method.step(self.net, state, x, valid, retired)
+        if failure is not None:
+            self._give_up(failure)
+            warnings.warn(f"{failure}; it is taken one launch at a time", RuntimeWarning, stacklevel=2)
+        return result
 
     def _step_captured(self, state: Any, x: Tensor, valid: Tensor | None) -> tuple[Tensor, Any]:
         if self._captured is None:
