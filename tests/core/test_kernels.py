@@ -390,7 +390,7 @@ def stream_of_logits(classes: int, images: int = 96) -> tuple[torch.Tensor, torc
 
 
 @runs
-@pytest.mark.parametrize("classes", [2, 10, 16, 17, 1000])
+@pytest.mark.parametrize("classes", [2, 16, 17, 1000])
 def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
     """Image by image, in the middle of a stream: with and without images that count."""
     rule, (logits, valid) = Markov(within="batch"), stream_of_logits(classes)
@@ -417,8 +417,7 @@ def test_the_scan_and_the_smoothing_are_those_of_the_tensor_operations(classes):
 
 
 @runs
-@pytest.mark.parametrize("within", ["past", "batch"])
-@pytest.mark.parametrize("batch", [1, 7, 96])
+@pytest.mark.parametrize(("batch", "within"), [(1, "past"), (7, "batch"), (96, "batch")])
 def test_a_filter_gives_the_same_answers(batch, within):
     rule, (logits, valid) = Markov(within=within), stream_of_logits(10)
     answers, used = [], []
