@@ -833,15 +833,15 @@ class Watched:
         self.run(x, mixed, share)
         tries = [(logits, self.strangeness(mixed))]
         tries.append((self.run(x, self.source), self.strangeness(self.source)))
-        by_source, latest, decision = self.moments(), world.look, None
-        world.record(by_source[-latest:])
-        if not world.look:
-            decision, start = decided = world.arrive(joined(mixed))
+        by_source, latest, decided = self.moments(), world.look, None
+        world.record(by_source[-latest:], tries[-1][0][-latest:].softmax(1).numpy())
+        if not world.look and (decided := world.arrive(joined(mixed))):
+            decision, start = decided
             if decision == "recalled":
                 place = self.split(start)
                 tries.append((self.run(x, place), self.strangeness(place)))
         best = [min(tries, key=lambda t, b=b: t[1][b])[0][b] for b in range(len(x))]
-        return torch.stack(best), decided if decision else None
+        return torch.stack(best), decided
 
     def begin(self):
         """Begin again with the source's parameters, from which nothing has moved."""
@@ -900,7 +900,7 @@ def bank(net, xs, method, events=None, network=None):
     """
     network, classes, speeds = network or Watched(net), net.classes, len(method.speeds)
     layers, source, inputs = network.layers, network.source, network.inputs
-    world = PlainWorld(joined(source), network.eps, method.memory)
+    world = PlainWorld(joined(source), network.eps, method.memory, classes)
 
     def begin(statistics):
         """Statistics of all classes at every speed, pooled ones of the source and of every speed, and frequencies."""
@@ -925,7 +925,8 @@ def bank(net, xs, method, events=None, network=None):
         each, decided, kept = method.observe, None, dict(inputs)  # each: images that an observed one stands for
         if method.compare and observed:
             surprises = network.strangeness(mixed)
-            world.watch([surprises[b] for b in observed], len(observed) * each)
+            losses = [network.surprise(mixed, b) - network.surprise(source, b) for b in observed]
+            world.watch([surprises[b] for b in observed], losses, len(observed) * each)
         looking = method.compare and world.look
         if looking:
             logits, decided = network.look(x, logits, mixed, share, world)
@@ -956,7 +957,7 @@ def bank(net, xs, method, events=None, network=None):
         if method.compare and chosen and not looking:
             by_source = network.run(x[chosen], source).softmax(1).numpy()
             probes.add(by_source, logits[chosen].softmax(1).numpy())
-            world.record(network.moments())
+            world.record(network.moments(), by_source)
         if not decided:
             continue
         decision, start = decided
@@ -988,6 +989,8 @@ def named_places(probes, world, memory):
         "probes.benefit": torch.tensor(probes.benefit, dtype=torch.float64),
         "probes.spread": torch.tensor(probes.spread, dtype=torch.float64),
         "world.by_source.mean": torch.from_numpy(world.by_source[:1]),
+        "world.fast": torch.tensor([world.fast, world.quick], dtype=torch.float64),
+        "world.classes": torch.from_numpy(np.stack((world.classes, world.new_classes))),
         "world.spread": torch.tensor(world.spread, dtype=torch.float64),
         "world.seen": torch.tensor(world.seen, dtype=torch.float64),
     }

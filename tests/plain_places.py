@@ -67,41 +67,59 @@ class PlainProbes:
 class PlainWorld:
     """The world that a stream is in, and the places where it was."""
 
-    def __init__(self, source, eps, room):
+    def __init__(self, source, eps, room, classes):
         self.source, self.eps, self.room = source, eps, room
-        self.fast = self.slow = 0.0
-        self.spread, self.age, self.look = 1.0, 0, 0
+        self.fast = self.slow = self.quick = self.usual = 0.0
+        self.spread, self.age, self.look, self.lost = 1.0, 0, 0, False
         self.by_source, self.seen, self.new, self.places = source, 0, None, []
+        self.classes = self.new_classes = np.full(classes, 1 / classes)
 
     def distance(self):
-        return apart(self.by_source, self.source, self.eps)
+        return self.far(self.by_source, self.classes)
 
-    def watch(self, surprises, count):
-        """Follow the surprise of some of ``count`` images; notice a change."""
-        now = sum(surprises) / len(surprises)
+    def far(self, moments, classes):
+        """The divergence from the source, of which a part is due to few classes."""
+        whole, others = apart(moments, self.source, self.eps), 1 / sum(p * p for p in classes) - 1
+        return whole - (1 - min(1, others / places.MANY)) * min(whole, places.OF_CLASS)
+
+    def watch(self, surprises, losses, count):
+        """Follow the surprise of some of ``count`` images, and what adapting foresees less; notice a change."""
+        now, loss = (sum(values) / len(values) for values in (surprises, losses))
+        each = count / len(surprises)
+        ages = [math.exp(-each * i / places.FAST) for i in reversed(range(len(surprises)))]
+        latest, late_loss = (
+            sum(w * value for w, value in zip(ages, values, strict=True)) / sum(ages) for values in (surprises, losses)
+        )
         known = places.LOOK - self.look if self.look else self.age
 
         def rate(horizon):
             return max(1 - math.exp(-count / horizon), count / (known + count))
 
-        self.fast = mix(self.fast, now, rate(places.FAST))
-        above = self.fast - self.slow if self.age else 0.0
-        much = places.STEP * math.sqrt(self.spread)
-        changed = not self.look and self.age >= places.LEAST_AGE and above > much
+        usual = min(self.usual, self.quick)
+        self.fast = mix(self.fast, latest, rate(places.FAST))
+        self.quick = mix(self.quick, late_loss, rate(places.FAST))
+        free = self.age >= places.LEAST_AGE and not self.look
+        changed = free and self.fast - self.slow > places.STEP * math.sqrt(self.spread)
+        lost = free and self.quick - usual > max(places.LOST * abs(usual), places.LEAST_LOST)
         self.slow = now if changed else mix(self.slow, now, rate(places.SLOW))
+        self.usual = loss if lost else mix(self.usual, loss, rate(places.LOST_SLOW))
         squares = [min((surprise - self.slow) ** 2, 4 * self.spread) for surprise in surprises]
         self.spread = max(mix(self.spread, sum(squares) / len(squares), rate(places.USUAL)), places.LEAST_SPREAD)
-        self.age, self.look = self.age + count, int(places.LOOK) if changed else self.look
+        self.age, self.look = self.age + count, int(places.LOOK) if changed or lost else self.look
+        self.lost = not changed if changed or lost else self.lost
 
-    def record(self, passed):
-        """Follow the raw moments of images that passed the source."""
-        now, count = sum(passed) / len(passed), len(passed)
+    def record(self, passed, predicted):
+        """Follow the raw moments of images that passed the source, and its predictions."""
+        now, classes, count = sum(passed) / len(passed), sum(predicted) / len(predicted), len(passed)
         if self.look:
             done = int(places.LOOK) - self.look
-            self.new = now if not done else mix(self.new, now, max(count / (done + count), count / places.SEEN))
+            rate = max(count / (done + count), count / places.SEEN)
+            self.new = now if not done else mix(self.new, now, rate)
+            self.new_classes = mix(self.new_classes, classes, rate)
             self.look -= count
         else:
-            self.by_source = mix(self.by_source, now, min(1, max(count / (self.seen + count), count / places.SEEN)))
+            rate = min(1, max(count / (self.seen + count), count / places.SEEN))
+            self.by_source, self.classes = mix(self.by_source, now, rate), mix(self.classes, classes, rate)
             self.seen = min(self.seen + count, places.SEEN)
 
     def arrive(self, current):
@@ -113,6 +131,9 @@ class PlainWorld:
             decision = "recalled", self.places[there.index(min(there))][0]
         elif clean < places.BACK * here:
             decision = "back", self.source
+        near = self.far(self.new, self.new_classes) < places.BACK_NEAR
+        if self.lost and decision[0] != "back" and not near:
+            return None
         if self.age >= places.STAY + places.LOOK and self.room:
             left = [apart(self.by_source, place, self.eps) for _, place in self.places]
             if left and (min(left) < places.SAME or len(left) == self.room):
@@ -120,4 +141,5 @@ class PlainWorld:
             else:
                 self.places.append((current, self.by_source))
         self.by_source, self.seen, self.age = self.new, places.FEW, int(places.LOOK)
+        self.classes = self.new_classes
         return decision

@@ -18,6 +18,7 @@ little about the world. The weights of the mixture are softmax(-score / temperat
 adapting costs accuracy where little has changed.
 """
 
+import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -37,6 +38,7 @@ from tribe.methods.places import (
     World,
     arrive,
     first_world,
+    measure_excess,
     measure_surprise,
     no_places,
     record,
@@ -89,6 +91,10 @@ class Bank(Method):
         fine = all(isinstance(v, int | float) and 0 < v <= 1 for v in speeds) and len(set(speeds)) == len(speeds) > 0
         expected = "speeds of bank are different numbers above 0 and at most 1, beside 0, which is the source"
         require(fine, expected, self.speeds)
+        if len(speeds) == 1:
+            warnings.warn(
+                "a bank of one speed has none to choose; expected two or more, such as 0.01, 0.03, 0.1", stacklevel=3
+            )
         object.__setattr__(self, "speeds", tuple(float(v) for v in speeds))
 
     def defaults(self) -> dict[str, object]:
@@ -115,7 +121,7 @@ class Bank(Method):
         frequency = pooled.mean.new_full((streams, self.class_count), 1 / self.class_count)
         source: Stats = net.origin.state.stats
         probes = first_probes(pooled.mean, streams, self.class_count)
-        world = first_world(source, streams)
+        world = first_world(source, streams, self.class_count)
         places = no_places(source, self.memory if self.compare else 0, streams)
         return BankState(stats, pooled, score, frequency, probes, world, places, key, info)
 
@@ -229,7 +235,8 @@ class Bank(Method):
 
     def _watch(self, net: Backbone, state: BankState, deployed: Deployed, moments: Stats, shown: Tensor) -> World:
         """Watch the surprise of images; where the source normalises, their moments (S, B, C) are those of its pass."""
-        surprise = measure_surprise(moments, deployed.stats, net.eps)
+        excess = measure_excess(moments, deployed.stats, net.origin.state.stats, net.eps)
+        surprise = torch.stack((measure_surprise(moments, deployed.stats, net.eps), excess), 2)
         return watch(state.world, surprise, self.observe * shown.sum(1).to(surprise.dtype), shown)
 
     def _probe(
@@ -247,9 +254,11 @@ class Bank(Method):
         by_source = Stats(*(_spread(t[0], index, seen.shape) for t in passed.stats))
         passed_logits = _spread(passed.logits[0], index, seen.shape)
         both = chosen & finite(passed_logits)
-        weight = both.to(new.world.slow.dtype)
-        probes = add_probes(old.probes, mask_logits(passed_logits, both), logits, weight)
-        return new._replace(probes=probes, world=record(new.world, by_source, weight, net.origin.state.stats, net.eps))
+        weight, by_source_logits = both.to(new.world.slow.dtype), mask_logits(passed_logits, both)
+        probes = add_probes(old.probes, by_source_logits, logits, weight)
+        classes = by_source_logits.to(weight).softmax(2)
+        world = record(new.world, by_source, classes, weight, net.origin.state.stats, net.eps)
+        return new._replace(probes=probes, world=world)
 
     def _look(
         self,
@@ -283,8 +292,10 @@ class Bank(Method):
         order = valid.long().cumsum(1)
         latest = order > order[:, -1:] - world.look[rows].unsqueeze(1)
         weight = (valid & latest & finite(source[0])).to(world.slow.dtype)
-        mean, var, weight = (t.new_zeros(len(seen), *t.shape[1:]).index_copy(0, rows, t) for t in (*source[2], weight))
-        world, arrival = record(world, Stats(mean, var), weight, own_source, eps), None
+        classes = mask_logits(source[0], weight > 0).to(weight).softmax(2)
+        passed = (*source[2], classes, weight)
+        mean, var, classes, weight = (t.new_zeros(len(seen), *t.shape[1:]).index_copy(0, rows, t) for t in passed)
+        world, arrival = record(world, Stats(mean, var), classes, weight, own_source, eps), None
         arrived = looking & (world.look == 0)
         if arrived.any():
             arrival = arrive(arrived, world, places, deployed.stats, own_source, eps)

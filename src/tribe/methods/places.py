@@ -1,7 +1,8 @@
 """Notice that the world has changed, and remember the places where the stream has been.
 
 Each image's moments surprise the statistics that normalise it. Where the average surprise over some 32 images is more
-than usual, in deviations of single images, the world has changed. The next images pass the source too, and their
+than usual, in deviations of single images, the world has changed. A return to the source surprises little: it shows as
+a loss of what adapting foresaw better than the source. The next images pass the source too, and their
 moments in all layers are compared with the source's statistics and with those that were recorded, by the source too, at
 each place: the place that is much nearer is where the stream is.
 """
@@ -11,7 +12,7 @@ from typing import Annotated, NamedTuple
 import torch
 from torch import Tensor
 
-from tribe.core.bounds import COUNT, NOT_NEGATIVE
+from tribe.core.bounds import COUNT, NOT_NEGATIVE, TRUTH
 from tribe.core.rules import pool_batch
 from tribe.core.state import Stats
 
@@ -27,21 +28,29 @@ SEEN = 48.0  # images over which the source's moments are averaged
 FEW = 4.0  # images that the first look at a world weighs
 SAME = 0.03  # divergence below which two places are one
 NEARER = 0.25  # a place is recognised if its divergence is so many times that of the world before
-BACK = 0.4  # and the source's statistics are restored if theirs is
+BACK = 0.2  # and the source's statistics are restored if theirs is
+LOST = 0.4  # of what adapting foresaw better than the source: where so much is lost, the stream may be back
+LEAST_LOST = 0.01  # nats of a channel, and at least as much
+LOST_SLOW = 96.0  # images over which that is averaged
+BACK_NEAR = 0.03  # distance from the source: such an alarm counts only where the new world is so near
+OF_CLASS = 0.06  # most divergence from the source that is due to few classes
+MANY = 2.0  # classes, beside the first, from which none is
 
 
 class World(NamedTuple):
     """Averages of the world that the stream is in."""
 
-    fast: Tensor  # (S,), of surprise
+    fast: Tensor  # (S, 2), of surprise, and of its excess over the source's
     slow: Tensor
     spread: Annotated[Tensor, NOT_NEGATIVE]  # (S,), the variance of an image's surprise
     age: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images since it began
     look: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images that are still to pass the source before the place is known
+    lost: Tensor  # (S,) bool, whether they do because adapting foresees less than it did
     by_source: Stats  # (S, 1, C), of the source's pass
     seen: Annotated[Tensor, NOT_NEGATIVE]  # (S,), images in that, at most `SEEN`
     new: Stats  # (S, 1, C), the same of the images after a change
-    distance: Annotated[Tensor, NOT_NEGATIVE]  # (S,), divergence of the source's pass from the source's statistics
+    classes: Annotated[Tensor, TRUTH]  # (S, 2, K), the source's predictions of both
+    distance: Annotated[Tensor, NOT_NEGATIVE]  # (S,), of the source's pass from the source's statistics
 
 
 class PlaceMemory(NamedTuple):
@@ -52,14 +61,16 @@ class PlaceMemory(NamedTuple):
     used: Annotated[Tensor, COUNT]  # (S,) int64, how many of P hold one
 
 
-def first_world(source: Stats, streams: int) -> World:
+def first_world(source: Stats, streams: int, classes: int) -> World:
     """Return a world of no image."""
 
     def start() -> Stats:
         return Stats(*(t.expand(streams, -1, -1).clone() for t in source))
 
-    fast, slow, age, look, seen, distance = (source.mean.new_zeros(streams) for _ in range(6))
-    return World(fast, slow, torch.ones_like(fast), age, look, start(), seen, start(), distance)
+    age, look, seen, distance = (source.mean.new_zeros(streams) for _ in range(4))
+    fast, slow = (source.mean.new_zeros(streams, 2) for _ in range(2))
+    even = source.mean.new_full((streams, 2, classes), 1 / classes)
+    return World(fast, slow, torch.ones_like(age), age, look, look > 0, start(), seen, start(), even, distance)
 
 
 def no_places(source: Stats, places: int, streams: int) -> PlaceMemory:
@@ -91,44 +102,63 @@ def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
 
 def measure_surprise(moments: Stats, stats: Stats, eps: Tensor) -> Tensor:
     """Return how surprising the moments of each image (S, B, C) are where statistics (S, 1, C) normalise: (S, B)."""
-    ratio = (moments.var + eps + (moments.mean - stats.mean).square()) / (stats.var + eps)
+    ratio = _ratio(moments, stats, eps)
     surprise: Tensor = (0.5 * (ratio - 1 - ratio.log()).mean(-1)).clamp_min(LEAST).log()
     return surprise
 
 
+def measure_excess(moments: Stats, stats: Stats, source: Stats, eps: Tensor) -> Tensor:
+    """Return how much more surprising the moments of each image (S, B, C) are than for the source, in nats: (S, B)."""
+    cost = (_ratio(moments, of, eps) + (of.var + eps).log() for of in (stats, source))
+    excess: Tensor = 0.5 * (next(cost) - next(cost)).mean(-1)
+    return excess
+
+
+def _ratio(moments: Stats, stats: Stats, eps: Tensor) -> Tensor:
+    """Return the squares around the statistics' mean, divided by their variance."""
+    return (moments.var + eps + (moments.mean - stats.mean).square()) / (stats.var + eps)
+
+
 def watch(world: World, surprise: Tensor, images: Tensor, seen: Tensor) -> World:
-    """Average the surprise (S, B) of the samples ``seen``, and decide whether the world has changed.
+    """Average the surprise of the samples ``seen``, and decide whether the world has changed.
 
     Args:
         world: the averages.
-        surprise: of the samples that were recorded.
+        surprise: of the samples that were recorded, and its excess over the source's (S, B, 2).
         images: how many images these stand for (S,).
         seen: which samples count (S, B).
     """
     came, count = seen.any(1), seen.sum(1).clamp_min(1)
     known = torch.where(world.look > 0, LOOK - world.look, world.age)
+    after = seen.flip(1).cumsum(1).flip(1) - seen.long()  # samples that come after each
 
-    def average(t: Tensor) -> Tensor:
-        return torch.where(seen, t, 0).sum(1) / count
+    def average(t: Tensor, weight: Tensor) -> Tensor:
+        weight = torch.where(seen, weight, 0)
+        weight = (weight / weight.sum(1, keepdim=True).clamp_min(LEAST)).view(*seen.shape, *[1] * (t.ndim - 2))
+        return (weight * torch.where(weight > 0, t, 0)).sum(1)
 
     def rate(horizon: float) -> Tensor:
         """Return the weight of these images in an average, which begins as a plain mean."""
         at_first = images / (known + images).clamp_min(1)
         return torch.where(came, torch.maximum(1 - torch.exp(-images / horizon), at_first), 0)
 
-    mean = average(surprise)
-    fast = torch.lerp(world.fast, mean, rate(FAST))
-    above = fast - torch.where(world.age > 0, world.slow, fast)
-    changed = (above > STEP * world.spread.sqrt()) & (world.age >= LEAST_AGE) & (world.look == 0)
-    slow = torch.lerp(world.slow, mean, torch.where(changed, 1.0, rate(SLOW)))
-    spread = average((surprise - slow.unsqueeze(1)).square().minimum(4 * world.spread.unsqueeze(1)))
+    each, one = (images / count).unsqueeze(1), torch.ones_like(surprise[..., 0])
+    mean = average(surprise, one)
+    fast = torch.lerp(world.fast, average(surprise, torch.exp(-after * each / FAST)), rate(FAST).unsqueeze(1))
+    usual = torch.stack((world.slow[:, 0], torch.minimum(world.slow, world.fast)[:, 1]), 1)
+    above = torch.where((world.age > 0).unsqueeze(1), fast - usual, 0)
+    much = torch.stack((STEP * world.spread.sqrt(), (LOST * usual[:, 1].abs()).clamp_min(LEAST_LOST)), 1)
+    changed = (above > much) & ((world.age >= LEAST_AGE) & (world.look == 0)).unsqueeze(1)
+    slow = torch.lerp(world.slow, mean, torch.where(changed, 1.0, torch.stack((rate(SLOW), rate(LOST_SLOW)), 1)))
+    spread = average((surprise[..., 0] - slow[:, :1]).square().minimum(4 * world.spread.unsqueeze(1)), one)
     spread = torch.lerp(world.spread, spread, rate(USUAL)).clamp_min(LEAST_SPREAD)
-    look = torch.where(changed, LOOK, world.look)
-    return world._replace(fast=fast, slow=slow, spread=spread, age=world.age + images * came, look=look)
+    look = torch.where(changed.any(1), LOOK, world.look)
+    lost = torch.where(changed.any(1), ~changed[:, 0], world.lost)
+    return world._replace(fast=fast, slow=slow, spread=spread, age=world.age + images * came, look=look, lost=lost)
 
 
-def record(world: World, moments: Stats, weight: Tensor, source: Stats, eps: Tensor) -> World:
-    """Average the moments (S, B, C) of the source's pass over the images of weight 1, (S, B).
+def record(world: World, moments: Stats, classes: Tensor, weight: Tensor, source: Stats, eps: Tensor) -> World:
+    """Average the moments (S, B, C) and predictions (S, B, K) of the source's pass over images of weight 1, (S, B).
 
     While a new world is looked at, they are averaged beside those of the world before.
     """
@@ -137,14 +167,25 @@ def record(world: World, moments: Stats, weight: Tensor, source: Stats, eps: Ten
     mean, var = pool_samples(moments, weight)
     known = torch.where(looking, LOOK - world.look, world.seen)
     rate = torch.where(added > 0, torch.maximum(added / (known + added).clamp_min(1), added / SEEN).clamp_max(1), 0)
-    by_source = merge(world.by_source, mean, var, torch.where(looking, 0, rate))
+    before, after = torch.where(looking, 0, rate), torch.where(looking, rate, 0)
+    by_source = merge(world.by_source, mean, var, before)
+    predicted = (weight.unsqueeze(2) * classes).sum(1, keepdim=True) / added.clamp_min(1).view(-1, 1, 1)
+    classes = world.classes.lerp(predicted, torch.stack((before, after), 1).unsqueeze(2))
     return world._replace(
         by_source=by_source,
-        distance=divergence(by_source, source, eps)[:, 0],
-        new=merge(world.new, mean, var, torch.where(looking, rate, 0)),
+        distance=measure_distance(by_source, classes[:, 0], source, eps),
+        new=merge(world.new, mean, var, after),
+        classes=classes,
         seen=torch.where(looking, world.seen, (world.seen + added).clamp_max(SEEN)),
         look=(world.look - added).clamp_min(0),
     )
+
+
+def measure_distance(by_source: Stats, classes: Tensor, source: Stats, eps: Tensor) -> Tensor:
+    """Return how far a world is from the source's statistics, less what is due to few classes: (S,)."""
+    apart = divergence(by_source, source, eps)[:, 0]
+    varied = ((1 / classes.square().sum(1) - 1) / MANY).clamp(0, 1)
+    return apart - (1 - varied) * apart.clamp_max(OF_CLASS)
 
 
 class Arrival(NamedTuple):
@@ -178,6 +219,9 @@ def arrive(arrived: Tensor, world: World, places: PlaceMemory, current: Stats, s
     nearest = there.amin(1) if count[1] else torch.full_like(here, torch.inf)
     known = arrived & (nearest < NEARER * torch.minimum(here, clean))
     back = arrived & ~known & (clean < BACK * here)
+    distance = measure_distance(world.new, world.classes[:, 1], source, eps)
+    arrived = arrived & (~world.lost | back | (distance < BACK_NEAR))
+    known = known & arrived
     if count[1]:
         row = best.view(-1, 1, 1)
         recalled = Stats(*(t.take_along_dim(row, 1) for t in places.stats))
@@ -188,8 +232,9 @@ def arrive(arrived: Tensor, world: World, places: PlaceMemory, current: Stats, s
     chosen = arrived.view(-1, 1, 1)
     by_source = Stats(*(torch.where(chosen, a, b) for a, b in zip(world.new, world.by_source, strict=True)))
     seen, age = torch.where(arrived, FEW, world.seen), torch.where(arrived, LOOK, world.age)
-    distance = torch.where(arrived, clean, world.distance)
-    world = world._replace(by_source=by_source, seen=seen, age=age, distance=distance)
+    classes = torch.where(chosen, world.classes[:, 1:], world.classes)
+    distance = torch.where(arrived, distance, world.distance)
+    world = world._replace(by_source=by_source, seen=seen, age=age, classes=classes, distance=distance)
     return Arrival(arrived, known | back, start, known, world, places)
 
 
