@@ -8,6 +8,7 @@ import os
 import pickle
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from tribe import datasets
@@ -37,6 +38,8 @@ def write(root):
 
 def made(name, root, **fields):
     """A registered data set on what `write` wrote, with few corruptions where it has any."""
+    if name == "optdigits":
+        pytest.importorskip("sklearn", reason="needs the extra digits: pip install '.[digits]'")
     known = {field.name for field in dataclasses.fields(datasets.get(name))}
     if "corruptions" in known:
         fields.setdefault("corruptions", CORRUPTIONS.get(name, SMALL))

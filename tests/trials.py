@@ -8,10 +8,10 @@ from tribe.data.datasets.files import mnist_test
 from tribe.trial.recordings import open_recording
 from tribe.trial.trial import Columns, Trial
 
-DAY_AND_FOG = (("", 150), ("fog", 350), ("impulse_noise", 250), ("", 150))
+DAY_AND_BLUR = (("", 150), ("motion_blur", 350), ("impulse_noise", 250), ("", 150))
 
 
-def digits(parts=DAY_AND_FOG, seed=0):
+def digits(parts=DAY_AND_BLUR, seed=0):
     """Frames (N, 28, 28) of bytes, and their classes: parts of a day, each in bursts of classes."""
     pixels, classes = mnist_test()
     chosen = np.random.default_rng(seed).permutation(len(classes))

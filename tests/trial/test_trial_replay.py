@@ -16,7 +16,7 @@ from watching import calibration_of
 
 @pytest.fixture(scope="module")
 def day(tmp_path_factory):
-    """Digits of a day with fog and noise, their classes, and the trial."""
+    """Digits of a day with blur and noise, their classes, and the trial."""
     folder = tmp_path_factory.mktemp("day")
     frames, labels = digits()
     np.save(folder / "day.npy", frames)
@@ -36,7 +36,7 @@ def test_it_plays_what_the_network_and_the_adapter_predict(day):
     assert trial.ratio > 1
 
 
-def test_it_helps_in_fog_and_few_labels_say_so(day):
+def test_it_helps_under_blur_and_few_labels_say_so(day):
     _, labels, trial = day
     c = trial.columns
     gain = float(np.mean(c.adapted == labels) - np.mean(c.source == labels))

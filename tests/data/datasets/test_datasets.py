@@ -260,7 +260,6 @@ def test_bad_requests(root):
 
 
 def test_digits_of_others_stand_in_the_box_of_mnist_and_take_its_presets(root):
-    pytest.importorskip("sklearn")
     for name, count in (("optdigits", 1797), ("usps", PER)):
         data = made(name, root)
         assert (trained_on(data), tuple(data.domains), len(data.labels(name))) == ("mnist", (name,), count)
@@ -277,7 +276,7 @@ def test_digits_of_others_stand_in_the_box_of_mnist_and_take_its_presets(root):
 def test_optdigits_without_scikit_learn_names_the_extra(root, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ImportError, match=r"tribe-tta\[digits\]"):
-        made("optdigits", root).labels("optdigits")
+        datasets.create("optdigits").labels("optdigits")
 
 
 @pytest.mark.parametrize("split", ["test", "train"])
