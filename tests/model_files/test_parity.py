@@ -82,7 +82,7 @@ def test_a_tuned_session_computes_the_same(name, model_file, session):
         assert np.abs(logits - expected).max() <= CLOSE * max(1.0, np.abs(expected).max())
         assert np.array_equal(tuned.predict(batch.numpy()), tuned.predict(batch.numpy()))
     for tensor, t in ours.state().items():
-        assert np.allclose(tuned.state()[tensor], t, rtol=CLOSE, atol=CLOSE), tensor
+        assert np.allclose(tuned.state()[tensor].astype(float), t.astype(float), rtol=CLOSE, atol=CLOSE), tensor
     assert np.abs(tuned.predict(x[:9].numpy()) - ours.predict(x[:9].numpy())).max() < 0.01
     fresh = session(name).predict(x[:9].numpy())
     assert np.abs(tuned.restore(begun).predict(x[:9].numpy()) - fresh).max() < 0.01
