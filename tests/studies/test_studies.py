@@ -42,6 +42,7 @@ def test_a_readme_shows_the_tables_of_the_results(study):
     assert rendered == text, f"run: python -m studies.{study}.run --render"
 
 
+@pytest.mark.slow  # ten seconds
 def test_deploy(tmp_path, monkeypatch):
     monkeypatch.setattr("tribe.preparing.preparing.MOST_SECONDS", 1.0)
     monkeypatch.setattr(deploy, "DRAWS", 3)
