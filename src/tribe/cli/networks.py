@@ -15,6 +15,15 @@ UNTRAINED = (
 )
 
 
+def name_of_network(prepared: Path, ready: tribe.Prepared, model: str | None) -> str:
+    """Return the name that a person gives for the network of a prepared file, or that the file has."""
+    if (name := model or ready.origin.get("model")) is None:
+        raise ValueError(
+            f"{prepared} does not name its network: give --model file.py:attribute, as it was prepared with"
+        )
+    return name
+
+
 def load_network(name: str, weights: Path | None) -> tuple[nn.Module, tuple[int, ...] | None]:
     """Return the network, and the shape of its images where its design fixes it."""
     if ":" in name:

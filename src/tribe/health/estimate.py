@@ -157,7 +157,10 @@ class Estimator:
 
     def familiar(self, features: Features) -> Tensor:
         """Return whether features (...) are like those of a window of calibration: else the accuracy is not known."""
-        return self.model.distance(torch.stack(features, -1)) <= REACH
+        return self._distance(features) <= REACH
+
+    def _distance(self, features: Features) -> Tensor:
+        return self.model.distance(torch.stack(features, -1))
 
     def to(self, device: torch.device) -> "Estimator":
         """Return the same on a device."""
@@ -173,12 +176,13 @@ class Estimator:
         images the source's predictions are known, which its agreement is the share of.
         """
         accuracy, half = self.accuracy(features), self.half_width(features, images)
-        half = torch.hypot(half, self.farther * self.model.distance(torch.stack(features, -1)))
+        distance = self._distance(features)
+        half = torch.hypot(half, self.farther * distance)
         if self.beyond_agreement and asked is not None:
             agreement = torch.sigmoid(known_log_odds(features))
             luck = accuracy * (1 - accuracy) / (asked.clamp_min(1) * agreement * (1 - agreement)).sqrt()
             half = torch.hypot(half, Z90 * luck)
-        half = torch.where((images > 0) & self.familiar(features), half, 1)
+        half = torch.where((images > 0) & (distance <= REACH), half, 1)
         return accuracy, (accuracy - half).clamp_min(0), (accuracy + half).clamp_max(1)
 
     # -- over a stream ------------------------------------------------------------------------------------------------
@@ -216,15 +220,16 @@ class Estimator:
     @torch.no_grad()
     def read(self, state: "EstimateState") -> "Estimate":
         """The estimates of all streams; before the first image the interval is everything."""
-        accuracy, low, high = source = self.read_window(state)
+        features, images = self._features(state), state.images.clamp_max(self.window)
+        accuracy, low, high = source = self.interval(features, images)
         if self.source is not None:
             weight = state.rings.source.abs()
             asked = weight.sum(1).square() / weight.square().sum(1).clamp_min(CLIP)  # as many of equal weight
-            source = self.source.interval(self._features(state), state.images.clamp_max(self.window), asked)
+            source = self.source.interval(features, images, asked)
         ended = state.images // self.window * self.window
         whole = self.window * state.total + accuracy * (state.images - ended)  # the last window has not ended
         overall = torch.where(state.images > 0, whole / state.images.clamp_min(1), accuracy).to(accuracy.dtype)
-        return Estimate(accuracy, low, high, overall, *source, self.familiar(self._features(state)))
+        return Estimate(accuracy, low, high, overall, *source, self.familiar(features))
 
     def read_window(self, state: "EstimateState") -> tuple[Tensor, Tensor, Tensor]:
         """Return the accuracy of the last images of all streams, and the ends of its 90 % interval."""

@@ -18,7 +18,6 @@ little about the world. The weights of the mixture are softmax(-score / temperat
 adapting costs accuracy where little has changed.
 """
 
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -29,6 +28,7 @@ from torch import Tensor
 from tribe.core.bounds import TRUTH
 from tribe.core.rules import Recorded
 from tribe.core.state import Affine, Info, Stats, room_for, select, tree_map
+from tribe.core.validation import warn
 from tribe.fields import NotNegative, Positive, Range, Share, require
 from tribe.methods import Backbone, Deployed, Frozen, Key, Method, ScreenedBatch, Update, finite, mask_logits, register
 from tribe.methods.method import Part
@@ -38,8 +38,8 @@ from tribe.methods.places import (
     World,
     arrive,
     first_world,
-    measure_excess,
     measure_surprise,
+    measure_surprise_and_excess,
     no_places,
     record,
     watch,
@@ -92,9 +92,7 @@ class Bank(Method):
         expected = "speeds of bank are different numbers above 0 and at most 1, beside 0, which is the source"
         require(fine, expected, self.speeds)
         if len(speeds) == 1:
-            warnings.warn(
-                "a bank of one speed has none to choose; expected two or more, such as 0.01, 0.03, 0.1", stacklevel=3
-            )
+            warn("a bank of one speed has none to choose; expected two or more, such as 0.01, 0.03, 0.1")
         object.__setattr__(self, "speeds", tuple(float(v) for v in speeds))
 
     def defaults(self) -> dict[str, object]:
@@ -235,8 +233,7 @@ class Bank(Method):
 
     def _watch(self, net: Backbone, state: BankState, deployed: Deployed, moments: Stats, shown: Tensor) -> World:
         """Watch the surprise of images; where the source normalises, their moments (S, B, C) are those of its pass."""
-        excess = measure_excess(moments, deployed.stats, net.origin.state.stats, net.eps)
-        surprise = torch.stack((measure_surprise(moments, deployed.stats, net.eps), excess), 2)
+        surprise = measure_surprise_and_excess(moments, deployed.stats, net.origin.state.stats, net.eps)
         return watch(state.world, surprise, self.observe * shown.sum(1).to(surprise.dtype), shown)
 
     def _probe(

@@ -102,16 +102,19 @@ def divergence(of: Stats, from_: Stats, eps: Tensor) -> Tensor:
 
 def measure_surprise(moments: Stats, stats: Stats, eps: Tensor) -> Tensor:
     """Return how surprising the moments of each image (S, B, C) are where statistics (S, 1, C) normalise: (S, B)."""
+    return _surprise(_ratio(moments, stats, eps))
+
+
+def measure_surprise_and_excess(moments: Stats, stats: Stats, source: Stats, eps: Tensor) -> Tensor:
+    """Return the surprise of each image, and its excess over the source's, in nats: (S, B, 2)."""
     ratio = _ratio(moments, stats, eps)
+    cost, by_source = ratio + (stats.var + eps).log(), _ratio(moments, source, eps) + (source.var + eps).log()
+    return torch.stack((_surprise(ratio), 0.5 * (cost - by_source).mean(-1)), 2)
+
+
+def _surprise(ratio: Tensor) -> Tensor:
     surprise: Tensor = (0.5 * (ratio - 1 - ratio.log()).mean(-1)).clamp_min(LEAST).log()
     return surprise
-
-
-def measure_excess(moments: Stats, stats: Stats, source: Stats, eps: Tensor) -> Tensor:
-    """Return how much more surprising the moments of each image (S, B, C) are than for the source, in nats: (S, B)."""
-    cost = (_ratio(moments, of, eps) + (of.var + eps).log() for of in (stats, source))
-    excess: Tensor = 0.5 * (next(cost) - next(cost)).mean(-1)
-    return excess
 
 
 def _ratio(moments: Stats, stats: Stats, eps: Tensor) -> Tensor:

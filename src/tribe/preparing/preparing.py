@@ -230,9 +230,8 @@ def choose_lengths(
     later = FIT + len(BATCHES) * (_rounds(method) + 3) * sum(max(BLOCK, t) for t in (plain, step * _period(method)))
     plain, step, corrupt = plain / len(some), step / len(some), corrupt / len(conditions)
     whole = min(TIMES * IMAGES * plain, MOST_SECONDS) / (QUICK if quick else 1)
-    each = (
-        (whole - later - (monotonic() - start)) / (step + 1.25 * plain + corrupt) / len(conditions)
-    )  # images of a condition, in all streams
+    left = whole - later - (monotonic() - start)
+    each = left / (step + 1.25 * plain + corrupt) / len(conditions)  # images of a condition, in all streams
     share = max(min(each / (MIXED + (len(ORDERS) - 1) * STRETCH), 1.0), 0.0)
     return Lengths(max(int(share * STRETCH), LEAST_STRETCH), max(int(share * MIXED), LEAST_MIXED))
 

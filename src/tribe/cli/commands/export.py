@@ -12,7 +12,7 @@ import tribe
 from tribe.cli.arrays import read_images
 from tribe.cli.commands import app
 from tribe.cli.custom import custom_network
-from tribe.cli.networks import load_network
+from tribe.cli.networks import load_network, name_of_network
 from tribe.cli.options import AsJson, Weights, parse_overrides, parse_shape
 from tribe.cli.output import messages, print_json, shown
 from tribe.data.models.weights import SHIPPED
@@ -117,10 +117,7 @@ def export_command(
 
 def _prepared_network(path: Path, model: str | None, weights: Path | None) -> nn.Module:
     """Return the network of a prepared file."""
-    name = model or tribe.Prepared.load(path).origin.get("model")
-    if name is None:
-        raise ValueError(f"{path} does not name its network: give --model file.py:attribute, as it was prepared with")
-    return load_network(name, weights)[0]
+    return load_network(name_of_network(path, tribe.Prepared.load(path), model), weights)[0]
 
 
 def _network(target: str, weights: Path | None, shape: str | None) -> tuple[nn.Module, tuple[int, ...]]:

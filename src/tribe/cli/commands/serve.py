@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.networks import DIGITS, load_network
+from tribe.cli.networks import DIGITS, load_network, name_of_network
 from tribe.cli.options import Device, parse_overrides
 from tribe.cli.output import messages, note, print_message
 from tribe.core.precision import choose_device
@@ -125,11 +125,7 @@ def serve(
         ready = None if prepared is None else tribe.Prepared.load(prepared)
         if ready is not None and (method is not None or guard or health is not None):
             raise ValueError(f"{prepared} says how the network adapts: leave out --method, --guard and --health")
-        model = model or (DIGITS[0] if ready is None else ready.origin.get("model"))
-        if model is None:
-            raise ValueError(
-                f"{prepared} does not name its network: give --model file.py:attribute, as it was prepared with"
-            )
+        model = model or DIGITS[0] if prepared is None or ready is None else name_of_network(prepared, ready, model)
         chosen = method_name(method or "tribe")
         fields = parse_overrides(settings, [chosen, *PARTS])
         first, *others = _named_weights(weights or [])

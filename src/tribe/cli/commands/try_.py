@@ -14,7 +14,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainin
 import tribe
 from tribe.cli.commands import app
 from tribe.cli.custom import method_name
-from tribe.cli.networks import DIGITS, load_network
+from tribe.cli.networks import DIGITS, load_network, name_of_network
 from tribe.cli.options import AsJson, Device, Weights, parse_overrides
 from tribe.cli.output import Bars, make_table, messages, print_json, shown
 from tribe.core.precision import choose_device
@@ -143,12 +143,7 @@ class Tried(NamedTuple):
 def _from_file(prepared: Path, model: str | None, weights: Path | None, device: str) -> Tried:
     """Return the adapter of a prepared file, on the network that it names."""
     ready = tribe.Prepared.load(prepared)
-    name = model or ready.origin.get("model")
-    if name is None:
-        raise ValueError(
-            f"{prepared} does not name its network: give --model file.py:attribute, as it was prepared with"
-        )
-    net, _ = load_network(name, weights)
+    net, _ = load_network(name_of_network(prepared, ready, model), weights)
     return Tried(tribe.adapt(net.to(choose_device(device)), ready), ready.inputs.shape, ready.class_names)
 
 
